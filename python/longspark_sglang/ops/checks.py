@@ -1,0 +1,148 @@
+"""Argument checks shared by all operators.
+
+A shape is written as names, e.g. "B K Hq d": the first tensor that uses a name fixes its size,
+every later one must agree. All problems of a call are reported together, each with the tensor's
+name. Only shapes, dtypes, devices and strides are looked at, never values: reading values would
+stop a GPU.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ArgumentError(ValueError):
+    """Arguments of an operator that don't fit together; the message lists every reason."""
+
+
+@lru_cache(maxsize=256)
+def _names(shape: str) -> tuple[str, ...]:
+    return tuple(shape.split())
+
+
+def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+class Checker:
+    """Collects the problems of one call.
+
+    Args:
+        op: operator name for the message.
+        device: where all tensors must be.
+    """
+
+    def __init__(self, op: str, device: torch.device):
+        self.op = op
+        self.device = device
+        self.sizes: dict[str, int] = {}
+        self.problems: list[str] = []
+
+    def tensor(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        shape: str,
+        dtypes: torch.dtype | Sequence[torch.dtype],
+        last_contiguous: bool = True,
+    ) -> None:
+        """Check one tensor's device, dtype, shape and (unless told otherwise) unit last stride."""
+        if not isinstance(tensor, torch.Tensor):
+            self.problems.append(f"{name} must be a tensor, not {type(tensor).__name__}")
+            return
+        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+        if tensor.dtype not in allowed:
+            self.problems.append(
+                f"{name} must be {_dtype_names(allowed)}, not {_dtype_names([tensor.dtype])}"
+            )
+        if tensor.device != self.device:
+            self.problems.append(f"{name} is on {tensor.device}, expected {self.device}")
+        self.shape(name, tensor, shape)
+        if last_contiguous and tensor.dim() and tensor.stride(-1) != 1 and tensor.size(-1) > 1:
+            self.problems.append(
+                f"{name} must be contiguous in its last dimension (stride {tensor.stride(-1)})"
+            )
+
+    def shape(self, name: str, tensor: torch.Tensor, shape: str) -> None:
+        names = _names(shape)
+        if tensor.dim() != len(names):
+            self.problems.append(
+                f"{name} has shape {list(tensor.shape)}, expected [{', '.join(names)}]"
+            )
+            return
+        for axis, (symbol, size) in enumerate(zip(names, tensor.shape, strict=True)):
+            wanted = self.size(symbol)
+            if wanted is None:
+                self.sizes[symbol] = size
+            elif wanted != size:
+                self.problems.append(
+                    f"{name} has shape {list(tensor.shape)}, expected [{', '.join(names)}] "
+                    f"with {symbol} = {wanted} (dimension {axis})"
+                )
+
+    def size(self, symbol: str) -> int | None:
+        """The size bound to `symbol`; "K+1" means one more than K."""
+        if symbol.endswith("+1"):
+            base = self.sizes.get(symbol[:-2])
+            return None if base is None else base + 1
+        return self.sizes.get(symbol)
+
+    def pool(self, name: str, pool: torch.Tensor, dtype: torch.dtype) -> None:
+        """A K or V pool of one layer: [N, Hkv, d], or [pages, P, Hkv, d], any outer strides."""
+        if not isinstance(pool, torch.Tensor):
+            self.problems.append(f"{name} must be a tensor, not {type(pool).__name__}")
+        elif pool.dim() == 4:
+            self.tensor(name, pool, "pages P Hkv d", dtype)
+        else:
+            self.tensor(name, pool, "N Hkv d", dtype)
+
+    def pools(
+        self,
+        key_pools: Sequence[torch.Tensor],
+        value_pools: Sequence[torch.Tensor],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """One key and one value pool per tapped layer, all of one shape, layout and dtype."""
+        if len(key_pools) == 0 or len(key_pools) != len(value_pools):
+            self.problems.append(
+                "key_pools and value_pools must hold one pool per tapped layer, not "
+                f"{len(key_pools)} and {len(value_pools)}"
+            )
+            return
+        layers = self.sizes.setdefault("L", len(key_pools))
+        if layers != len(key_pools):
+            self.problems.append(f"key_pools holds {len(key_pools)} pools, expected L = {layers}")
+        first = key_pools[0]
+        self.condition(
+            first.dtype in FLOATS, f"key_pools[0] must be {_dtype_names(FLOATS)}, not {first.dtype}"
+        )
+        for name, pools in (("key_pools", key_pools), ("value_pools", value_pools)):
+            for layer, pool in enumerate(pools):
+                label = f"{name}[{layer}]"
+                self.pool(label, pool, first.dtype if dtype is None else dtype)
+                if pool.dim() == first.dim() and pool.stride() != first.stride():
+                    self.problems.append(
+                        f"{label} has strides {pool.stride()}, expected those of key_pools[0], "
+                        f"{first.stride()}"
+                    )
+
+    def heads(self) -> None:
+        """Query heads must be whole groups of the KV heads."""
+        query_heads, kv_heads = self.sizes.get("Hq"), self.sizes.get("Hkv")
+        if query_heads is not None and kv_heads is not None:
+            self.condition(
+                kv_heads > 0 and query_heads % kv_heads == 0,
+                f"{query_heads} query heads are not a multiple of {kv_heads} KV heads",
+            )
+
+    def condition(self, holds: bool, problem: str) -> None:
+        if not holds:
+            self.problems.append(problem)
+
+    def finish(self) -> None:
+        """Raise ArgumentError if anything was wrong."""
+        if self.problems:
+            raise ArgumentError(f"longspark.{self.op}: " + "; ".join(self.problems))
