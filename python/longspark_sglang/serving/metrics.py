@@ -1,0 +1,133 @@
+"""What an operator sees: start-up lines, Prometheus gauges, the numbers in /server_info, one
+warning.
+
+The accept length itself needs nothing here: SGLang computes it from what the worker returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from longspark_sglang import ops
+from longspark_sglang.serving import compat
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+# name -> (documentation, how to read it from the worker)
+GAUGES = {
+    "longspark:state_bytes": (
+        "Bytes of drafter state of all request rows",
+        lambda w: w.store.total_bytes,
+    ),
+    "longspark:state_bytes_per_request": (
+        "Bytes of drafter state of one request",
+        lambda w: w.store.bytes_per_row,
+    ),
+    "longspark:summary_rebuilds": (
+        "Summaries rebuilt from the target's cache (prefix hits, retractions)",
+        lambda w: w.store.counters.rebuilds,
+    ),
+    "longspark:summary_rebuilt_rows": (
+        "K/V rows read again by those rebuilds",
+        lambda w: w.store.counters.rebuilt_rows,
+    ),
+    "longspark:proposals": ("Blocks proposed (requests x rounds)", lambda w: w.metrics.proposals),
+    "longspark:accepted_drafts": (
+        "Draft tokens accepted (bonus tokens not counted)",
+        lambda w: w.metrics.accepted,
+    ),
+    "longspark:refused_requests": (
+        "Requests refused because they could not be served exactly",
+        lambda w: w.metrics.refusals,
+    ),
+}
+
+
+class Metrics:
+    """Counts what the worker does and publishes it.
+
+    Args:
+        worker: the LongSparkWorker.
+        args: resolved server arguments; gauges exist only where metrics are enabled.
+    """
+
+    def __init__(self, worker: Any, args: Any) -> None:
+        self.worker = worker
+        self.proposals = 0
+        self.accepted = 0
+        self.refusals = 0
+        self._warn_after = int(os.environ.get("LONGSPARK_WARN_ROUNDS", "200"))
+        self._warned = False
+        self._gauges = _make_gauges(args) if getattr(args, "enable_metrics", False) else []
+
+    def note_round(self, accepted_drafts: list[int]) -> None:
+        """Account one verified round; `accepted_drafts` per request, bonus not counted."""
+        self.proposals += len(accepted_drafts)
+        self.accepted += sum(accepted_drafts)
+        for gauge, read in self._gauges:
+            gauge.set(read(self.worker))
+        self._warn_if_nothing_is_accepted()
+
+    def snapshot(self) -> dict[str, float]:
+        """The gauges' values by name, for /server_info."""
+        return {
+            name.removeprefix("longspark:"): read(self.worker) for name, (_, read) in GAUGES.items()
+        }
+
+    def _warn_if_nothing_is_accepted(self) -> None:
+        """A wrong drafter costs speed and nothing else, so nobody would notice: say it once."""
+        if self._warned or self.proposals < self._warn_after or self.accepted:
+            return
+        self._warned = True
+        logger.warning(
+            "LONGSPARK: none of the drafts of the first %d blocks was accepted (accept length 1). "
+            "The output is right, but speculation only costs time. Is the drafter trained for this "
+            "target (vocabulary, RoPE base, chat template)? Run `longspark check`.",
+            self.proposals,
+        )
+
+
+def _make_gauges(args: Any) -> list[tuple[Any, Any]]:
+    # prometheus_client picks its multiprocess mode when it is first imported: SGLang has set the
+    # variable by now, at import time of this module it may not have.
+    from prometheus_client import Gauge
+
+    labels = {"model_name": str(getattr(args, "served_model_name", None) or args.model_path)}
+    return [
+        (
+            Gauge(
+                name, documentation, labelnames=list(labels), multiprocess_mode="mostrecent"
+            ).labels(**labels),
+            read,
+        )
+        for name, (documentation, read) in GAUGES.items()
+    ]
+
+
+def start_up_lines(worker: Any) -> list[str]:
+    """What LONGSPARK uses, in the terms of the documentation."""
+    config, store = worker.config, worker.store
+    by_source: dict[str, list[str]] = {}
+    for op, source in sorted(ops.sources(worker.store.value.device.type).items()):
+        by_source.setdefault(source, []).append(op)
+    sources = "; ".join(f"{source}: {', '.join(names)}" for source, names in by_source.items())
+    lines = [
+        f"LONGSPARK: {config.num_layers} drafter layers read target layers "
+        f"{list(config.tapped_layers)}; window {config.window} rows in place, "
+        f"{config.summary_slots} summary slots per query head; verify width {worker.width} "
+        f"(anchor + {worker.width - 1} drafts)",
+        f"LONGSPARK: drafter weights {worker.drafter.weight_bytes / MIB:.1f} MiB on this rank; "
+        f"state {store.bytes_per_row / MIB:.3f} MiB a request, {store.total_bytes / MIB:.1f} MiB for "
+        f"{store.value.shape[0]} request rows; taps {worker.taps.buffer.nbytes / MIB:.1f} MiB",
+        f"LONGSPARK: operators from {sources}",
+    ]
+    if worker.check_state:
+        lines.append("LONGSPARK: LONGSPARK_CHECK is on: every round is compared with a rebuild")
+    overrides = [name for name in compat.ENVIRONMENT if name in os.environ]
+    if overrides:
+        lines.append(f"LONGSPARK: environment overrides {', '.join(overrides)}")
+    return lines

@@ -1,0 +1,321 @@
+"""One LONGSPARK round, as the scheduler drives it: propose, verify, accept, commit.
+
+The worker owns no draft model runner and no draft KV pool. What a request needs between rounds is
+one row of `SummaryStore`; the K/V window is read in place from the target's pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+
+from longspark_sglang import checkpoint
+from longspark_sglang.serving import compat
+from longspark_sglang.serving.acceptance import AcceptanceSampler, request_refusals
+from longspark_sglang.serving.algorithm import drafter_config
+from longspark_sglang.serving.drafter_runner import DrafterRunner
+from longspark_sglang.serving.metrics import Metrics, start_up_lines
+from longspark_sglang.serving.summary_store import SummaryStore
+from longspark_sglang.serving.taps import BoundaryTaps
+
+logger = logging.getLogger(__name__)
+
+
+class LongSparkWorker(BaseSpecWorker):
+    """The draft worker that SGLang's scheduler calls in place of the target worker.
+
+    Args: as SGLang passes them (scheduler.maybe_init_draft_worker).
+    Raises ValueError with every reason why this target and drafter do not fit.
+    """
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._draft_worker = None
+        runner = target_worker.model_runner
+        args = resolving_view(server_args)
+        self.config = drafter_config(args)
+        hf_config = runner.model_config.hf_text_config
+        reasons = compat.target_refusals(hf_config, self.config)
+        if reasons:
+            raise ValueError(
+                "this drafter does not fit this target:\n  - " + "\n  - ".join(reasons)
+            )
+        self.device = target_worker.device
+        self.width = int(get_spec().speculative_num_draft_tokens)
+        self.speculative_num_draft_tokens = self.width
+        self.speculative_num_steps = 1
+        parallel = get_parallel()
+        state = checkpoint.load_state(
+            args.speculative_draft_model_path,
+            self.config,
+            revision=getattr(args, "speculative_draft_model_revision", None),
+        )
+        self.drafter = DrafterRunner(
+            self.config,
+            state,
+            runner.model,
+            runner.dtype,
+            self.device,
+            parallel.attn_tp_rank,
+            parallel.attn_tp_size,
+            runner.model_config.vocab_size,
+            self.width - 1,
+        )
+        self.sampler = AcceptanceSampler(
+            num_draft_tokens=self.width - 1,
+            vocab_size=runner.model_config.vocab_size,
+            device=self.device,
+            tp_group=parallel.tp_group if parallel.tp_size > 1 else None,
+        )
+        self.check_state = compat.flag("LONGSPARK_CHECK")
+        self.offsets = torch.arange(self.width, device=self.device)
+
+    # -- what the scheduler asks once -------------------------------------------------------------
+
+    @property
+    def preloaded_weights_bytes(self) -> int:
+        return self.drafter.weight_bytes
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config=None,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+    ) -> None:
+        """Allocate per-request state, one row for each row of the request pool."""
+        super().alloc_memory_pool(
+            memory_pool_config=memory_pool_config,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        )
+        runner = self._target_worker.model_runner
+        pool = runner.token_to_kv_pool
+        if not hasattr(pool, "get_key_buffer") or getattr(pool, "use_hnd", False):
+            raise ValueError(
+                f"K/V pool {type(pool).__name__} has no per-head rows to read in place; "
+                "LONGSPARK needs a plain (NHD) multi-head pool"
+            )
+        hidden = self.config.hidden_size
+        rows = req_to_token_pool.req_to_token.shape[0]
+        self.store = SummaryStore(self.drafter.queries, rows, hidden, runner.dtype)
+        self.taps = BoundaryTaps(
+            runner.model,
+            self.config.tapped_layers,
+            rows * self.width,
+            hidden,
+            runner.dtype,
+            self.device,
+        )
+        self.metrics = Metrics(self, resolving_view(self._target_worker.server_args))
+        for line in start_up_lines(self):
+            logger.info(line)
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward_batch_generation(
+        self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
+    ) -> GenerationBatchResult:
+        """Run one scheduled batch: a prefill pass or one round of speculation."""
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        if batch.forward_mode.is_idle():
+            return self._idle(on_publish)
+        return self._round(batch, on_publish, grammar_barrier)
+
+    def _prefill(self, batch, on_publish) -> GenerationBatchResult:
+        """The target's own prefill and first token; then the state of each request is extended."""
+        extend_lens = torch.tensor(batch.extend_lens, device=self.device)
+        self.taps.rows = extend_lens.cumsum(0) - 1
+        self.sampler.before_extend(batch)
+        result = self._target_worker.forward_batch_generation(batch)
+        self.sampler.after_extend(batch, result.next_token_ids)
+        row_ids = batch.req_pool_indices.tolist()
+        self.store.extend(
+            rows=batch.req_pool_indices.to(torch.int64),
+            row_ids=row_ids,
+            generations=self.req_to_token_pool.req_generation[row_ids].tolist(),
+            prefix_lens=batch.prefix_lens,
+            extend_lens=batch.extend_lens,
+            boundary=self.taps.kept(len(row_ids)),
+            req_to_token=self.req_to_token_pool.req_to_token,
+            **self._tapped_pools(),
+        )
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        result.next_draft_input = make_draft_input_v2(
+            bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens
+        )
+        return result
+
+    def _round(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
+        """propose -> verify -> accept -> commit."""
+        rows = batch.req_pool_indices.to(torch.int64)
+        seq_lens = batch.seq_lens.to(torch.int64)
+        pools = self._tapped_pools()
+        if self.check_state:
+            self.store.check(rows, seq_lens, self.req_to_token_pool.req_to_token, **pools)
+
+        plan = self.sampler.plan(batch)
+        anchors = batch.spec_info.bonus_tokens.to(torch.int64)
+        proposal = self.drafter.propose(
+            anchors,
+            rows,
+            seq_lens,
+            plan.temperature,
+            plan.seed,
+            self.store,
+            self.req_to_token_pool.req_to_token,
+            **pools,
+        )
+        self.sampler.broadcast(proposal.draft_tokens)
+        candidates = torch.cat((anchors[:, None], proposal.draft_tokens), dim=1)
+
+        block_rows = self._block_rows(batch, seq_lens)
+        target = self._verify(batch, candidates, seq_lens, block_rows, grammar_barrier)
+        decision = self.sampler.accept(
+            batch,
+            plan,
+            candidates,
+            target.logits_output.next_token_logits,
+            proposal,
+            self.drafter.markov_w1,
+            self.drafter.markov_w2,
+            target.grammar_mask,
+        )
+        if batch.return_logprob:
+            compute_spec_logprobs(
+                batch, target.logits_output, decision.tokens, chain_stride=self.width
+            )
+        new_seq_lens = seq_lens + decision.accept_lens
+        self.store.commit(
+            rows,
+            block_rows,
+            decision.accept_lens,
+            self.taps.kept(len(rows) * self.width).unflatten(0, (len(rows), self.width)),
+            **pools,
+        )
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        return GenerationBatchResult(
+            logits_output=target.logits_output,
+            next_token_ids=decision.tokens,
+            accept_lens=decision.accept_lens,
+            can_run_cuda_graph=target.can_run_cuda_graph,
+            next_draft_input=make_draft_input_v2(
+                bonus_tokens=decision.next_token, new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=self.width,
+            new_seq_lens=new_seq_lens,
+        )
+
+    def _block_rows(self, batch, seq_lens: torch.Tensor) -> torch.Tensor:
+        """K/V row ids of positions L .. L+width-1 of each request, [B, width]."""
+        locations = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            start_offset=batch.seq_lens,
+            end_offset=batch.seq_lens + self.width,
+            batch_size=len(seq_lens),
+            draft_token_num=self.width,
+            device=self.device,
+        )
+        return locations.view(-1, self.width)
+
+    def _verify(self, batch, candidates, seq_lens, block_rows, grammar_barrier) -> Any:
+        """The target's forward over the block; its logits are left unprocessed.
+
+        Returns the target's GenerationBatchResult with `grammar_mask` (or None) attached.
+        """
+        # Starts its copy to the host here, so that the grammar's work overlaps the forward.
+        tree = GrammarTree.from_linear_chain(candidates) if batch.has_grammar else None
+        verify = DFlashVerifyInput(
+            draft_token=candidates.reshape(-1),
+            positions=(seq_lens[:, None] + self.offsets).reshape(-1),
+            draft_token_num=self.width,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        self.taps.rows = None
+        batch.out_cache_loc = block_rows.reshape(-1)
+        kept = batch.seq_lens_cpu, batch.seq_lens_sum
+        if batch.seq_lens_cpu is not None:
+            # Backends that plan on the host size their work by these lengths, block included.
+            batch.seq_lens_cpu = batch.seq_lens_cpu + self.width
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        forward_batch, _ = verify.prepare_for_verify(batch, self._target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = kept
+        forward_batch.mark_forward_metadata_ready()
+        result = self._target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True
+        )
+        result.grammar_mask = None
+        if tree is not None:
+            result.grammar_mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=tree,
+                sampling_info=batch.sampling_info,
+                device=self.device,
+                barrier=grammar_barrier,
+            )
+        return result
+
+    def _idle(self, on_publish) -> GenerationBatchResult:
+        """An empty round."""
+        empty = DFlashDraftInputV2.create_idle_input(device=self.device)
+        if on_publish is not None:
+            on_publish(empty.new_seq_lens)
+        return GenerationBatchResult(
+            next_token_ids=torch.empty(0, dtype=torch.int64, device=self.device),
+            accept_lens=torch.empty(0, dtype=torch.int32, device=self.device),
+            next_draft_input=empty,
+            speculative_num_draft_tokens=self.width,
+            new_seq_lens=empty.new_seq_lens,
+        )
+
+    def _tapped_pools(self) -> dict[str, list[torch.Tensor]]:
+        """The target's K and V pools of the tapped layers; asked anew, because it also waits for
+        HiCache.
+        """
+        pool = self._target_worker.model_runner.token_to_kv_pool
+        layers = self.config.tapped_layers
+        return {
+            "key_pools": [pool.get_key_buffer(i) for i in layers],
+            "value_pools": [pool.get_value_buffer(i) for i in layers],
+        }
+
+    # -- what the scheduler tells us --------------------------------------------------------------
+
+    def refuse_request(self, req) -> str | None:
+        """Why this request cannot be served exactly, or None (hooked into the scheduler's
+        admission).
+        """
+        reasons = request_refusals(req)
+        if not reasons:
+            return None
+        self.metrics.refusals += 1
+        return "LONGSPARK cannot serve this request: " + "; ".join(reasons)
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        """Accept counts of a round, once they are on the host."""
+        self.metrics.note_round(num_correct_drafts_per_req)
+
+    def clear_cache_pool(self) -> None:
+        """The KV cache was flushed: no state describes anything any more."""
+        self.store.clear()
