@@ -59,6 +59,7 @@ class Metrics:
         self.worker = worker
         self.proposals = 0
         self.accepted = 0
+        self.accepted_per_slot = [0] * (worker.width - 1)
         self.refusals = 0
         self._warn_after = int(os.environ.get("LONGSPARK_WARN_ROUNDS", "200"))
         self._warned = False
@@ -68,14 +69,27 @@ class Metrics:
         """Account one verified round; `accepted_drafts` per request, bonus not counted."""
         self.proposals += len(accepted_drafts)
         self.accepted += sum(accepted_drafts)
+        for count in accepted_drafts:
+            for slot in range(count):
+                self.accepted_per_slot[slot] += 1
         for gauge, read in self._gauges:
             gauge.set(read(self.worker))
         self._warn_if_nothing_is_accepted()
 
     def snapshot(self) -> dict[str, float]:
-        """The gauges' values by name, for /server_info."""
+        """The gauges' values by name and the pools' free counts, for /server_info."""
+        worker = self.worker
+        values = {
+            name.removeprefix("longspark:"): read(worker) for name, (_, read) in GAUGES.items()
+        }
         return {
-            name.removeprefix("longspark:"): read(self.worker) for name, (_, read) in GAUGES.items()
+            **values,
+            "accepted_per_slot": list(self.accepted_per_slot),
+            "owned_rows": worker.store.owned_rows(worker.req_to_token_pool.free_slots),
+            "free_request_rows": worker.req_to_token_pool.available_size(),
+            "free_kv_tokens": worker.token_to_kv_pool_allocator.available_size(),
+            "state_checks": worker.store.counters.checks,
+            "largest_state_difference": worker.store.counters.largest_difference,
         }
 
     def _warn_if_nothing_is_accepted(self) -> None:
@@ -121,8 +135,8 @@ def start_up_lines(worker: Any) -> list[str]:
         f"{config.summary_slots} summary slots per query head; verify width {worker.width} "
         f"(anchor + {worker.width - 1} drafts)",
         f"LONGSPARK: drafter weights {worker.drafter.weight_bytes / MIB:.1f} MiB on this rank; "
-        f"state {store.bytes_per_row / MIB:.3f} MiB a request, {store.total_bytes / MIB:.1f} MiB for "
-        f"{store.value.shape[0]} request rows; taps {worker.taps.buffer.nbytes / MIB:.1f} MiB",
+        f"state {store.bytes_per_row / MIB:.3f} MiB a request, {store.total_bytes / MIB:.1f} MiB "
+        f"for {store.value.shape[0]} request rows; taps {worker.taps.buffer.nbytes / MIB:.1f} MiB",
         f"LONGSPARK: operators from {sources}",
     ]
     if worker.check_state:

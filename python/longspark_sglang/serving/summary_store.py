@@ -206,6 +206,17 @@ class SummaryStore:
                     f"summary of request row {row} differs from its rebuild by {difference:.3g}"
                 )
 
+    def release(self, row: int) -> None:
+        """The request of this row is finished: whoever gets the row next starts empty."""
+        self.generation[row] = -1
+
+    def owned_rows(self, free_rows: Sequence[int]) -> int:
+        """Rows that hold the state of a live request; SGLang's free rows (retracted requests) aside."""
+        free = set(free_rows)
+        return sum(
+            generation != -1 and row not in free for row, generation in enumerate(self.generation)
+        )
+
     def clear(self) -> None:
         """Forget every row (the KV pool was flushed)."""
         self.covered.zero_()

@@ -316,6 +316,10 @@ class LongSparkWorker(BaseSpecWorker):
         """Accept counts of a round, once they are on the host."""
         self.metrics.note_round(num_correct_drafts_per_req)
 
+    def prepare_for_kv_cache_release(self, req) -> None:
+        """A finished request is about to give its row back."""
+        self.store.release(req.kv.req_pool_idx)
+
     def clear_cache_pool(self) -> None:
         """The KV cache was flushed: no state describes anything any more."""
         self.store.clear()
