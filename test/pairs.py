@@ -97,6 +97,7 @@ def make_target(
     max_positions: int = 32768,
     rope_theta: float = 10000.0,
     rope_scaling: dict[str, Any] | None = None,
+    sliding_window: int | None = None,
     padded_to: int | None = None,
     code_size: int | None = None,
     logit_scale: float = 36.0,
@@ -107,10 +108,14 @@ def make_target(
     ``vocab`` is the tokenizer's size; ``padded_to`` makes the model's vocabulary larger than that.
     ``context`` scales what attention and the MLPs add to the residual stream: more of it means less
     agreement with the cycle. ``logit_scale`` is the logit of a perfectly matching token, so it sets
-    the entropy at temperature 1. ``architecture`` is "qwen3" or "llama".
+    the entropy at temperature 1. ``architecture`` is "qwen3" or "llama". With ``sliding_window``
+    every even layer sees that many tokens only: the folder is then a dense Mellum (Qwen3 with layer
+    types), which SGLang serves with its hybrid cache.
     """
     if architecture not in ("qwen3", "llama"):
         raise ValueError(f'architecture must be "qwen3" or "llama", not {architecture!r}')
+    if sliding_window is not None and architecture != "qwen3":
+        raise ValueError("sliding_window needs architecture='qwen3'")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     rows = padded_to or vocab
@@ -184,6 +189,15 @@ def make_target(
     )
     if tied:
         weights["model.norm.weight"][0] = 0  # the same for every token, so of no use to anybody
+    rope = {"rope_type": "default", "rope_theta": rope_theta, **(rope_scaling or {})}
+    extra: dict[str, Any] = {}
+    if sliding_window is not None:
+        architecture = "mellum"
+        kinds = ("sliding_attention", "full_attention")
+        extra["sliding_window"] = sliding_window
+        extra["layer_types"] = [kinds[i % 2] for i in range(layers)]
+        extra["mlp_layer_types"] = ["dense"] * layers
+        rope = {kind: rope for kind in kinds}
     _save_target_config(
         directory,
         architecture=architecture,
@@ -196,7 +210,8 @@ def make_target(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta, **(rope_scaling or {})},
+        rope_parameters=rope,
+        **extra,
     )
     save_file(
         {name: tensor.contiguous() for name, tensor in weights.items()},
@@ -208,12 +223,13 @@ def make_target(
 
 
 def _save_target_config(directory: Path, *, architecture: str, tied: bool, **fields: Any) -> None:
-    from transformers import GenerationConfig, LlamaConfig, Qwen3Config
+    from transformers import GenerationConfig, LlamaConfig, MellumConfig, Qwen3Config
 
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     config_class, model_class = {
         "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
         "llama": (LlamaConfig, "LlamaForCausalLM"),
+        "mellum": (MellumConfig, "MellumForCausalLM"),
     }[architecture]
     config_class(
         architectures=[model_class],
@@ -291,9 +307,9 @@ def make_drafter(
 ) -> Path:
     """Write a LongSpark drafter in the released format for a target made by `make_target`.
 
-    ``layer_ids`` defaults to three spread over the target, the last one included. ``rank`` defaults
-    to the target's code size, at which the bigram map is exact. ``noise`` scales the random part of
-    the drafter's residual stream, hence of its base logits.
+    ``layer_ids`` defaults to three full-attention layers spread over the target, among them the
+    last. ``rank`` defaults to the target's code size, at which the bigram map is exact. ``noise``
+    scales the random part of the drafter's residual stream, hence of its base logits.
     """
     if agreement not in ("high", "low", "random"):
         raise ValueError(f'agreement must be "high", "low" or "random", not {agreement!r}')
@@ -307,8 +323,10 @@ def make_drafter(
         target["num_key_value_heads"],
         target["head_dim"],
     )
-    last = target["num_hidden_layers"] - 1
-    taps = list(layer_ids) if layer_ids is not None else sorted({0, round(last / 2), last})
+    kinds = target.get("layer_types") or ["full_attention"] * target["num_hidden_layers"]
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    spread = sorted({full[0], full[len(full) // 2], full[-1]})
+    taps = list(layer_ids) if layer_ids is not None else spread
     rank = rank or recipe["code_size"]
     generator = torch.Generator().manual_seed(1000 + seed)
 
@@ -359,7 +377,8 @@ def make_drafter(
     weights["parallel_markov_head.markov_w1.weight"] = w1
     weights["parallel_markov_head.markov_w2.weight"] = w2
 
-    rope = target.get("rope_parameters") or {}
+    rope = target["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     config = {
         "architectures": ["DraftFreeKVModel"],
         "model_type": "draftfreekv",
@@ -368,13 +387,13 @@ def make_drafter(
         "global16_raw256_enabled": True,
         "block_size": K,
         "target_layer_ids": taps,
-        "num_target_layers": last + 1,
+        "num_target_layers": target["num_hidden_layers"],
         "hidden_size": h,
         "num_key_value_heads": kv_heads,
         "head_dim": d,
         "qwen_num_attention_heads": heads,
         "qwen_intermediate_size": inner,
-        "qwen_rope_theta": rope.get("rope_theta", target.get("rope_theta")),
+        "qwen_rope_theta": rope["rope_theta"],
         "qwen_rms_norm_eps": target["rms_norm_eps"],
         "vocab_size": rows,
         "mask_token_id": MASK,
