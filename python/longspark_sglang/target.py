@@ -57,6 +57,8 @@ class TargetShape:
         # transformers 5 has all of it in rope_parameters; before, rope_theta and rope_scaling.
         rope = dict(get("rope_scaling") or {})
         rope.update(get("rope_parameters") or {})
+        # A target with one rope per layer type: only full-attention layers can be tapped.
+        rope = dict(rope.get("full_attention") or rope)
         theta = rope.get("rope_theta") or get("rope_theta") or 0.0
         rope_type = str(rope.get("rope_type") or rope.get("type") or "default")
         reasons += _rope_reasons(rope, theta, rope_type, get("partial_rotary_factor"))
@@ -100,7 +102,10 @@ def _rope_reasons(
 ) -> list[str]:
     """Reasons why the drafter cannot rotate its block rows as the target rotates its keys."""
     if any(isinstance(value, Mapping) for value in rope.values()):
-        return ["the target has one rope per layer type (nested rope_parameters): not supported"]
+        return [
+            "the target has one rope per layer type (nested rope_parameters) and none for "
+            "'full_attention', the only type that can be tapped"
+        ]
     reasons = []
     if not is_real(theta) or theta <= 0:
         reasons.append(
