@@ -50,9 +50,6 @@ class Checker:
         last_contiguous: bool = True,
     ) -> None:
         """Check one tensor's device, dtype, shape and (unless told otherwise) unit last stride."""
-        if not isinstance(tensor, torch.Tensor):
-            self.problems.append(f"{name} must be a tensor, not {type(tensor).__name__}")
-            return
         allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         if tensor.dtype not in allowed:
             self.problems.append(
@@ -90,20 +87,18 @@ class Checker:
             return None if base is None else base + 1
         return self.sizes.get(symbol)
 
-    def pool(self, name: str, pool: torch.Tensor, dtype: torch.dtype) -> None:
+    def pool(
+        self, name: str, pool: torch.Tensor, dtypes: torch.dtype | Sequence[torch.dtype]
+    ) -> None:
         """A K or V pool of one layer: [N, Hkv, d], or [pages, P, Hkv, d], any outer strides."""
-        if not isinstance(pool, torch.Tensor):
-            self.problems.append(f"{name} must be a tensor, not {type(pool).__name__}")
-        elif pool.dim() == 4:
-            self.tensor(name, pool, "pages P Hkv d", dtype)
-        else:
-            self.tensor(name, pool, "N Hkv d", dtype)
+        shape = "pages P Hkv d" if pool.dim() == 4 else "N Hkv d"
+        self.tensor(name, pool, shape, dtypes)
 
     def pools(
         self,
         key_pools: Sequence[torch.Tensor],
         value_pools: Sequence[torch.Tensor],
-        dtype: torch.dtype | None = None,
+        dtypes: torch.dtype | Sequence[torch.dtype],
     ) -> None:
         """One key and one value pool per tapped layer, all of one shape, layout and dtype."""
         if len(key_pools) == 0 or len(key_pools) != len(value_pools):
@@ -116,13 +111,10 @@ class Checker:
         if layers != len(key_pools):
             self.problems.append(f"key_pools holds {len(key_pools)} pools, expected L = {layers}")
         first = key_pools[0]
-        self.condition(
-            first.dtype in FLOATS, f"key_pools[0] must be {_dtype_names(FLOATS)}, not {first.dtype}"
-        )
         for name, pools in (("key_pools", key_pools), ("value_pools", value_pools)):
             for layer, pool in enumerate(pools):
                 label = f"{name}[{layer}]"
-                self.pool(label, pool, first.dtype if dtype is None else dtype)
+                self.pool(label, pool, dtypes if pool is first else first.dtype)
                 if pool.dim() == first.dim() and pool.stride() != first.stride():
                     self.problems.append(
                         f"{label} has strides {pool.stride()}, expected those of key_pools[0], "

@@ -32,7 +32,7 @@ def _check(
 ) -> Checker:
     check = Checker(op, queries.device)
     check.tensor("queries", queries, "L Hq R d", FLOATS)
-    check.pools(key_pools, value_pools)
+    check.pools(key_pools, value_pools, queries.dtype)
     check.tensor("state_value", state_value, "S L Hq R d", torch.float32)
     check.tensor("state_lse", state_lse, "S L Hq R", torch.float32)
     check.tensor("slots", slots, "B", torch.int64)
@@ -56,8 +56,8 @@ def summary_merge(
     """Merge a few new rows per request (the commit after a verification).
 
     Args:
-        queries: [L, Hq, R, d], the learned summary queries.
-        key_pools, value_pools: L pools, [N, Hkv, d] or [pages, P, Hkv, d].
+        queries: [L, Hq, R, d], the learned summary queries, bf16, fp16 or fp32.
+        key_pools, value_pools: L pools, [N, Hkv, d] or [pages, P, Hkv, d], the queries' dtype.
         rows: [B, C] int32, row ids of the new rows; entries from counts[b] on are ignored.
         counts: [B] int32, 0..C; 0 leaves the request's state untouched.
         state_value: [S, L, Hq, R, d] float32, changed in place.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from . import dispatch
-from .checks import Checker
+from .checks import FLOATS, Checker
 from .pools import pool_rows
 
 _INTS = (torch.int32, torch.int64)
@@ -146,7 +146,7 @@ def window_gather(
         ArgumentError: shapes, dtypes or devices that don't fit.
     """
     check = Checker("window_gather", rows.device)
-    check.pools(key_pools, value_pools)
+    check.pools(key_pools, value_pools, FLOATS)
     check.tensor("rows", rows, "B W", torch.int32)
     check.tensor("lens", lens, "B", torch.int32)
     check.tensor("seq_lens", seq_lens, "B", torch.int64)
