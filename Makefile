@@ -1,0 +1,45 @@
+# make serve   install everything, start SGLang with LONGSPARK, print how to talk to it
+#              MODEL= DRAFT=  folders or hub ids     PORT=30000     ARGS="more SGLang options"
+# make test    install everything, run the tests     TESTS=test/unit     TEST_ARGS="-x -k name"
+# make lint    ruff, mypy, clang-format
+# make clean   remove everything that the others made in this folder
+#
+# VENV= names the virtual environment (11 GB, for SGLang comes with its CUDA libraries).
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+PORT ?= 30000
+TESTS ?= test
+BIN := $(VENV)/bin
+
+# The compiler's ninja is a console script of the environment.
+export PATH := $(abspath $(BIN)):$(PATH)
+# Torch would take all cores in each of SGLang's processes.
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: install serve test lint clean
+.DEFAULT_GOAL := install
+
+install:
+	@$(PYTHON) -c 'import tomllib' 2>/dev/null || \
+		{ echo "Python 3.11 or later is needed: name one with PYTHON="; exit 1; }
+	@$(PYTHON) tools/install.py $(VENV)
+
+serve: install
+	@exec $(BIN)/python examples/serve.py --model '$(MODEL)' --draft '$(DRAFT)' --port $(PORT) $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(TESTS) $(TEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@find csrc -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.h' \
+		| xargs --no-run-if-empty --verbose $(BIN)/clang-format --dry-run -Werror
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf *.egg-info python/*.egg-info cpu_platform/*.egg-info cpu_platform/build
+	rm -f python/longspark_sglang/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
