@@ -120,6 +120,14 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("sglang.srt.layers.logits_processor", "LogitsProcessor._compute_lm_head", "call"),
     Symbol("sglang.srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len", "hook"),
     Symbol("sglang.srt.dllm.mixin.scheduler", "SchedulerDllmMixin.validate_dllm_request", "hook"),
+    Symbol(
+        "sglang.srt.arg_groups.speculative_hook", "_resolve_speculative_algorithm_alias", "hook"
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler_components.internal_state",
+        "SchedulerInternalStateController._add_speculative",
+        "hook",
+    ),
     Symbol("sglang.srt.speculative.spec_info", "create_dummy_verify_input", "hook"),
     Symbol(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner",

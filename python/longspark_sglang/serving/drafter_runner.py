@@ -133,7 +133,7 @@ class ParallelLayer(nn.Module):
         q = rotate(hf_rms_norm(q, self.q_norm, self.eps), cos, sin)
         k = rotate(hf_rms_norm(k, self.k_norm, self.eps), cos, sin)
         attended = attend(q, k, v.contiguous())
-        projected, _ = self.o_proj(attended.view(batch * slots, -1))
+        projected, _ = self.o_proj(attended.reshape(batch * slots, -1))
         x = x + projected.view_as(x)
         normed = hf_rms_norm(x, self.post_norm, self.eps)
         gate, up = self.gate_up_proj(normed.view(-1, hidden))[0].chunk(2, dim=-1)
@@ -220,6 +220,7 @@ class DrafterRunner(nn.Module):
         seq_lens: torch.Tensor,
         temperature: torch.Tensor,
         seed: torch.Tensor,
+        positions: torch.Tensor,
         store: SummaryStore,
         req_to_token: torch.Tensor,
         key_pools: Sequence[torch.Tensor],
@@ -230,7 +231,8 @@ class DrafterRunner(nn.Module):
         Args:
             anchors: [B] int64, the token at position seq_len (its K/V is not cached yet).
             rows: [B] int64 request pool rows; seq_lens: [B] int64 committed rows.
-            temperature: [B] float32, 0 = greedy; seed: [B] int64 noise seeds.
+            temperature: [B] float32, 0 = greedy.
+            seed, positions: [B] int64; slot j draws with the noise of (seed, position + j).
             store: summary and boundary state; key_pools, value_pools: one per tapped layer.
         """
         config = self.config
@@ -256,7 +258,7 @@ class DrafterRunner(nn.Module):
 
             hidden = layer(hidden, cos, sin, attend)
         base_logits = self._base_logits(hidden[:, : self.num_drafts])
-        return self._draw(base_logits, anchors, seq_lens, temperature, seed)
+        return self._draw(base_logits, anchors, temperature, seed, positions)
 
     def _block_inputs(self, anchors: torch.Tensor, boundary: torch.Tensor) -> torch.Tensor:
         """Sections 3.1 and 3.2: [B], [B, L, h] -> [B, K, h]."""
@@ -296,9 +298,9 @@ class DrafterRunner(nn.Module):
         self,
         base_logits: torch.Tensor,
         anchors: torch.Tensor,
-        seq_lens: torch.Tensor,
         temperature: torch.Tensor,
         seed: torch.Tensor,
+        positions: torch.Tensor,
     ) -> Proposal:
         """Section 3.6: slot after slot, each corrected by the token before it."""
         previous, tokens, logqs = anchors, [], []
@@ -310,7 +312,7 @@ class DrafterRunner(nn.Module):
                 self.markov_w2,
                 temperature,
                 seed,
-                seq_lens + slot,
+                positions + slot,
                 self.vocab_size,
             )
             tokens.append(previous)

@@ -30,7 +30,7 @@ def register() -> None:
 def _register() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from longspark_sglang.serving import compat, hooks
+    from longspark_sglang.serving import compat, hf_config, hooks
     from longspark_sglang.serving.algorithm import (
         LongSparkAlgorithm,
         validate_server_args,
@@ -40,6 +40,7 @@ def _register() -> None:
     problems = compat.environment_problems()
     if problems:
         raise RuntimeError("; ".join(problems))
+    hf_config.install()
     hooks.install()
 
     def validate(args: Any) -> None:

@@ -211,7 +211,7 @@ class SummaryStore:
         self.generation[row] = -1
 
     def owned_rows(self, free_rows: Sequence[int]) -> int:
-        """Rows that hold the state of a live request; SGLang's free rows (retracted requests) aside."""
+        """Rows that hold the state of a live request; rows that SGLang has back do not count."""
         free = set(free_rows)
         return sum(
             generation != -1 and row not in free for row, generation in enumerate(self.generation)

@@ -80,6 +80,7 @@ class LongSparkWorker(BaseSpecWorker):
             vocab_size=runner.model_config.vocab_size,
             device=self.device,
             tp_group=parallel.tp_group if parallel.tp_size > 1 else None,
+            seed=target_worker.random_seed,  # already agreed on by all ranks
         )
         self.check_state = compat.flag("LONGSPARK_CHECK")
         self.offsets = torch.arange(self.width, device=self.device)
@@ -179,6 +180,7 @@ class LongSparkWorker(BaseSpecWorker):
             seq_lens,
             plan.temperature,
             plan.seed,
+            plan.positions,
             self.store,
             self.req_to_token_pool.req_to_token,
             **pools,
@@ -199,6 +201,7 @@ class LongSparkWorker(BaseSpecWorker):
             target.grammar_mask,
         )
         if batch.return_logprob:
+            target.logits_output.next_token_logits = decision.logits
             compute_spec_logprobs(
                 batch, target.logits_output, decision.tokens, chain_stride=self.width
             )

@@ -1,0 +1,117 @@
+"""At temperature 0 in float32 every answer equals that of the same server without speculation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from serving.server import Server, ServerPool
+from serving.workload import MANY, Request, free_counts, mixed_requests, outputs
+
+# Chunks of 512 split the 6,000-token prompts into twelve.
+CHUNKED = ("--chunked-prefill-size", "512", "--max-running-requests", "40")
+SETTINGS: dict[str, dict] = {
+    "overlap": {},
+    "no-overlap": {"extra_args": (*CHUNKED, "--disable-overlap-schedule")},
+    "page-16": {"page_size": 16},
+    "mixed-chunk": {"extra_args": (*CHUNKED, "--enable-mixed-chunk")},
+    "tp-2": {"tp": 2},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_200_mixed_requests_equal_plain_decoding(
+    servers: ServerPool, tiny_target: Path, tiny_drafter: Path, setting: str
+) -> None:
+    options = {"extra_args": CHUNKED, **SETTINGS[setting]}
+    requests = mixed_requests(200)
+    plain = servers.get(tiny_target, **options)
+    expected = outputs(plain, requests, MANY)
+    server = servers.get(tiny_target, tiny_drafter, env={"LONGSPARK_CHECK": "1"}, **options)
+    before = free_counts(server)
+    # One after another first (every prefix hit is then a hit), then many at once.
+    assert outputs(server, requests[:24], 1) == expected[:24]
+    assert outputs(server, requests, MANY) == expected
+    _assert_accept_lengths_vary(server)
+    assert free_counts(server) == before
+    assert server.alive
+
+
+def test_aborted_requests_leave_the_others_alone(
+    servers: ServerPool, tiny_target: Path, tiny_drafter: Path
+) -> None:
+    """User case: an abort while a verify pass is in flight must not touch a neighbour."""
+    requests = mixed_requests(200)[8:48]
+    plain = servers.get(tiny_target, extra_args=CHUNKED)
+    expected = outputs(plain, requests, MANY)
+    server = servers.get(
+        tiny_target, tiny_drafter, extra_args=CHUNKED, env={"LONGSPARK_CHECK": "1"}
+    )
+    before = free_counts(server)
+    long_running = [Request(request.prompt, 400) for request in requests[:24]]
+    aborted = _abort_while_running(server, long_running)
+    assert outputs(server, requests, MANY) == expected
+    for thread in aborted:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert free_counts(server) == before
+
+
+def _abort_while_running(server: Server, requests: list[Request]) -> list[threading.Thread]:
+    """Start requests and abort each after another delay; their callers run in the threads."""
+    callers = []
+    for i, request in enumerate(requests):
+        call = {
+            "rid": f"doomed-{i}",
+            "max_new_tokens": request.tokens,
+            "ignore_eos": True,
+        }
+        caller = threading.Thread(target=server.generate, args=(request.prompt,), kwargs=call)
+        caller.start()
+        callers.append(caller)
+
+    def abort_all() -> None:
+        for i in range(len(requests)):
+            time.sleep(0.02 * (i % 5))
+            server.abort(f"doomed-{i}")
+
+    aborter = threading.Thread(target=abort_all)
+    aborter.start()
+    return [*callers, aborter]
+
+
+def test_forced_retraction_equals_plain_decoding(
+    servers: ServerPool, tiny_target: Path, tiny_drafter: Path
+) -> None:
+    """Retracted requests are prefilled again with what they generated: same tokens, no leak."""
+    requests = [Request(r.prompt, 120) for r in mixed_requests(40)[8:]]
+    plain = servers.get(tiny_target, extra_args=CHUNKED)
+    expected = outputs(plain, requests, MANY)
+    server = servers.get(
+        tiny_target,
+        tiny_drafter,
+        extra_args=CHUNKED,
+        env={
+            "LONGSPARK_CHECK": "1",
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": "7",
+        },
+    )
+    before = free_counts(server)
+    assert outputs(server, requests, MANY) == expected
+    assert "retract" in server.log.lower(), "nothing was retracted, so this test shows nothing"
+    state = server.server_info()["internal_states"][0]["longspark"]
+    assert state["summary_rebuilds"] + state["proposals"] > 0
+    assert free_counts(server) == before
+
+
+def _assert_accept_lengths_vary(server: Server) -> None:
+    """The identity above means something only where drafts are accepted now and rejected then."""
+    state = server.server_info()["internal_states"][0]["longspark"]
+    rounds, per_slot = state["proposals"], state["accepted_per_slot"]
+    assert rounds > 100
+    assert per_slot[0] > 0.5 * rounds, f"drafts are hardly accepted: {per_slot} of {rounds}"
+    assert 0 < per_slot[-1] < 0.9 * rounds, f"accept lengths do not vary: {per_slot} of {rounds}"
+    assert state["state_checks"] > rounds / 2
