@@ -11,6 +11,7 @@ Options that this file does not know are handed to SGLang as they are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shlex
@@ -136,17 +137,13 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
 
 
 def end(server: subprocess.Popen[bytes]) -> None:
-    """End the server and all its processes: they are one process group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + 10
-        try:
-            os.killpg(server.pid, number)
-            while time.monotonic() < deadline:
-                server.poll()  # reaps the launcher; the group lives until its last process is gone
-                os.killpg(server.pid, 0)
-                time.sleep(0.1)
-        except ProcessLookupError:
-            return
+    """Let the launcher end the server in good order, then whatever is left of its process group."""
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(timeout=15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def main() -> None:
@@ -163,6 +160,7 @@ def main() -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
     command += ["--speculative-algorithm", "LONGSPARK", "--speculative-draft-model-path", draft]
     command += ["--host", "127.0.0.1", "--port", str(options.port)]
+    command += ["--uvicorn-access-log-exclude-prefixes", "/health"]  # asked twice a second below
     if not torch.cuda.is_available():
         command += CPU_OPTIONS
     command += more

@@ -6,6 +6,7 @@ whole group; a server that dies while it starts raises with the end of its log.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -76,6 +77,7 @@ class Server:
         self.command += ["--page-size", str(page_size), "--tp-size", str(tp)]
         self.command += ["--max-total-tokens", str(max_total_tokens)]
         self.command += ["--mem-fraction-static", "0.3", "--enable-metrics"]
+        self.command += ["--uvicorn-access-log-exclude-prefixes", "/health"]
         if context_length is not None:
             self.command += ["--context-length", str(context_length)]
         if algorithm or draft:
@@ -146,21 +148,16 @@ class Server:
         family = []
         if process.poll() is None:
             family = psutil.Process(process.pid).children(recursive=True)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                continue
+        process.terminate()  # the launcher alone: it ends the others in good order
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
         # Ranks and the detokenizer outlive a parent that was killed before it could end them.
         for child in family:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-            except psutil.NoSuchProcess:
-                continue
         psutil.wait_procs(family, timeout=10)
         self._ended_log = self.log
         self.log_path.unlink()
