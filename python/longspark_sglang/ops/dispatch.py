@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from . import fakes
+
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
@@ -57,6 +59,7 @@ def load_extension() -> bool:
     if _extension_loaded is None:
         try:
             importlib.import_module("longspark_sglang._C")
+            fakes.register("longspark")
             _extension_loaded = True
         except ModuleNotFoundError as error:
             if error.name != "longspark_sglang._C":
