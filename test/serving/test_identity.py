@@ -12,6 +12,8 @@ from serving.workload import MANY, Request, free_counts, mixed_requests, outputs
 
 # Chunks of 512 split the 6,000-token prompts into twelve.
 CHUNKED = ("--chunked-prefill-size", "512", "--max-running-requests", "40")
+# A prime, so that checks fall on every kind of round.
+CHECKED = {"LONGSPARK_CHECK": "7"}
 SETTINGS: dict[str, dict] = {
     "overlap": {},
     "no-overlap": {"extra_args": (*CHUNKED, "--disable-overlap-schedule")},
@@ -29,7 +31,7 @@ def test_200_mixed_requests_equal_plain_decoding(
     requests = mixed_requests(200)
     plain = servers.get(tiny_target, **options)
     expected = outputs(plain, requests, MANY)
-    server = servers.get(tiny_target, tiny_drafter, env={"LONGSPARK_CHECK": "1"}, **options)
+    server = servers.get(tiny_target, tiny_drafter, env=CHECKED, **options)
     before = free_counts(server)
     # One after another first (every prefix hit is then a hit), then many at once.
     assert outputs(server, requests[:24], 1) == expected[:24]
@@ -46,9 +48,7 @@ def test_aborted_requests_leave_the_others_alone(
     requests = mixed_requests(200)[8:48]
     plain = servers.get(tiny_target, extra_args=CHUNKED)
     expected = outputs(plain, requests, MANY)
-    server = servers.get(
-        tiny_target, tiny_drafter, extra_args=CHUNKED, env={"LONGSPARK_CHECK": "1"}
-    )
+    server = servers.get(tiny_target, tiny_drafter, extra_args=CHUNKED, env=CHECKED)
     before = free_counts(server)
     long_running = [Request(request.prompt, 400) for request in requests[:24]]
     aborted = _abort_while_running(server, long_running)
@@ -94,7 +94,7 @@ def test_forced_retraction_equals_plain_decoding(
         tiny_drafter,
         extra_args=CHUNKED,
         env={
-            "LONGSPARK_CHECK": "1",
+            **CHECKED,
             "SGLANG_TEST_RETRACT": "1",
             "SGLANG_TEST_RETRACT_INTERVAL": "7",
         },
@@ -114,4 +114,4 @@ def _assert_accept_lengths_vary(server: Server) -> None:
     assert rounds > 100
     assert per_slot[0] > 0.5 * rounds, f"drafts are hardly accepted: {per_slot} of {rounds}"
     assert 0 < per_slot[-1] < 0.9 * rounds, f"accept lengths do not vary: {per_slot} of {rounds}"
-    assert state["state_checks"] > rounds / 2
+    assert state["state_checks"] > rounds / 20

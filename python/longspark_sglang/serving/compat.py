@@ -24,7 +24,7 @@ TESTED_SGLANG = ("0.5.23",)
 # The settings that an environment variable overrides; `longspark check` prints this table.
 ENVIRONMENT: dict[str, str] = {
     "LONGSPARK_DISABLE": "1: do not register the algorithm (kill switch)",
-    "LONGSPARK_CHECK": "1: check state against a recomputation while serving (slow)",
+    "LONGSPARK_CHECK": "k: every k rounds compare each state with a recomputation (0, off)",
     "LONGSPARK_OPS_BACKEND": "reference | cpu | cuda: force one source of operators (default auto)",
     "LONGSPARK_WARN_ROUNDS": "rounds after which an accept length of 1.0 is reported (default 200)",
 }
@@ -304,6 +304,14 @@ def target_refusals(hf_config: Any, config: LongSparkConfig) -> list[str]:
     if get("kv_lora_rank"):
         reasons.append("the target uses latent attention (MLA): it has no per-head K/V rows")
     return reasons
+
+
+def number(name: str, default: int) -> int:
+    """The environment variable `name` as a whole number >= 0; ValueError names it otherwise."""
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise ValueError(f"{name}={text!r} must be a whole number, 0 or more")
+    return int(text) if text else default
 
 
 def flag(name: str) -> bool:

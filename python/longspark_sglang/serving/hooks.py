@@ -20,8 +20,8 @@ def _is_longspark(spec_algorithm: Any) -> bool:
 def algorithm_alias(original, algorithm, *args, **kwargs) -> str | None:
     """Resolve the algorithm's name without opening the drafter as a transformers model.
 
-    SGLang would ask AutoConfig first, whose error about a missing or broken folder would come before
-    ours and hide the other refusals.
+    SGLang would ask AutoConfig first, whose error about a missing or broken folder would come
+    before ours and hide the other refusals.
     """
     if (algorithm or "").upper() == ALGORITHM:
         return ALGORITHM

@@ -61,7 +61,7 @@ class Metrics:
         self.accepted = 0
         self.accepted_per_slot = [0] * (worker.width - 1)
         self.refusals = 0
-        self._warn_after = int(os.environ.get("LONGSPARK_WARN_ROUNDS", "200"))
+        self._warn_after = compat.number("LONGSPARK_WARN_ROUNDS", 200)
         self._warned = False
         self._gauges = _make_gauges(args) if getattr(args, "enable_metrics", False) else []
 
@@ -136,11 +136,14 @@ def start_up_lines(worker: Any) -> list[str]:
         f"(anchor + {worker.width - 1} drafts)",
         f"LONGSPARK: drafter weights {worker.drafter.weight_bytes / MIB:.1f} MiB on this rank; "
         f"state {store.bytes_per_row / MIB:.3f} MiB a request, {store.total_bytes / MIB:.1f} MiB "
-        f"for {store.value.shape[0]} request rows; taps {worker.taps.buffer.nbytes / MIB:.1f} MiB",
+        f"for {store.num_rows} request rows; taps {worker.taps.buffer.nbytes / MIB:.1f} MiB",
         f"LONGSPARK: operators from {sources}",
     ]
-    if worker.check_state:
-        lines.append("LONGSPARK: LONGSPARK_CHECK is on: every round is compared with a rebuild")
+    if worker.check_every:
+        lines.append(
+            f"LONGSPARK: LONGSPARK_CHECK={worker.check_every}: states are compared with a rebuild "
+            f"every {worker.check_every} rounds"
+        )
     overrides = [name for name in compat.ENVIRONMENT if name in os.environ]
     if overrides:
         lines.append(f"LONGSPARK: environment overrides {', '.join(overrides)}")

@@ -63,6 +63,11 @@ class SummaryStore:
         self.counters = StoreCounters()
 
     @property
+    def num_rows(self) -> int:
+        """Request rows that have state."""
+        return self.value.shape[0]
+
+    @property
     def bytes_per_row(self) -> int:
         """State bytes of one request."""
         return sum(t[0].numel() * t.element_size() for t in (self.value, self.lse, self.boundary))
@@ -70,7 +75,7 @@ class SummaryStore:
     @property
     def total_bytes(self) -> int:
         """State bytes of all request rows."""
-        return self.bytes_per_row * self.value.shape[0]
+        return self.bytes_per_row * self.num_rows
 
     def extend(
         self,
@@ -141,9 +146,8 @@ class SummaryStore:
 
         Args:
             rows: [B] int64 request pool rows.
-            block_rows: [B, K+1] K/V row ids that the verify pass wrote (its out_cache_loc, never
-            the
-                page table read again: after publishing, the scheduler may hand the row on).
+            block_rows: [B, K+1] K/V row ids that the verify pass wrote: its out_cache_loc, never
+                the page table read again (after publishing, the scheduler may hand the row on).
             accept_lens: [B] int32 committed rows of the block, bonus excluded, anchor included.
             block_boundary: [B, K+1, L, h] boundary rows of the block.
         """
@@ -159,7 +163,8 @@ class SummaryStore:
             self.scale,
         )
         self.covered[rows] += accept_lens.to(torch.int64)
-        last = (accept_lens.to(torch.int64) - 1).view(-1, 1, 1, 1)
+        # A padded entry commits nothing; its boundary goes to the padding row, which nobody reads.
+        last = (accept_lens.to(torch.int64) - 1).clamp(min=0).view(-1, 1, 1, 1)
         self.boundary[rows] = block_boundary.gather(
             1, last.expand(-1, 1, *block_boundary.shape[2:])
         ).squeeze(1)

@@ -25,8 +25,7 @@ class BoundaryTaps:
     Args:
         model: SGLang's target model (`model.model.layers`, `model.logits_processor`).
         layer_ids: tapped layers in the order of the drafter's config.
-        max_rows: most rows that one pass keeps.
-        hidden_size, dtype, device: of the residual stream.
+    Raises TapError where the target is no model that can be tapped.
 
     Attributes:
         rows: [n] int64 indices of the token rows to keep, or None to keep every row of the pass.
@@ -35,18 +34,10 @@ class BoundaryTaps:
             for the life of the server, so that a captured graph keeps writing where we read.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layer_ids: Sequence[int],
-        max_rows: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         layers = _decoder_layers(model)
         self.rows: torch.Tensor | None = None
-        self.buffer = torch.zeros(len(layer_ids), max_rows, hidden_size, dtype=dtype, device=device)
+        self.buffer = torch.empty(len(layer_ids), 0, 0)
         for tap, layer_id in enumerate(layer_ids):
             if layer_id + 1 < len(layers):
                 # SGLang defers the residual addition into the next layer's norm, so the stream
@@ -59,6 +50,14 @@ class BoundaryTaps:
                 model.logits_processor.register_forward_pre_hook(
                     self._final_state_hook(tap), with_kwargs=True
                 )
+
+    def allocate(
+        self, max_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Make the buffer: `max_rows` is the most rows that one pass keeps."""
+        self.buffer = torch.zeros(
+            self.buffer.shape[0], max_rows, hidden_size, dtype=dtype, device=device
+        )
 
     def kept(self, count: int) -> torch.Tensor:
         """The kept rows of the last pass, [count, L, h] (a copy)."""

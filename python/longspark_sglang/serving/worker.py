@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
@@ -75,6 +75,7 @@ class LongSparkWorker(BaseSpecWorker):
             runner.model_config.vocab_size,
             self.width - 1,
         )
+        self.taps = BoundaryTaps(runner.model, self.config.tapped_layers)
         self.sampler = AcceptanceSampler(
             num_draft_tokens=self.width - 1,
             vocab_size=runner.model_config.vocab_size,
@@ -82,14 +83,13 @@ class LongSparkWorker(BaseSpecWorker):
             tp_group=parallel.tp_group if parallel.tp_size > 1 else None,
             seed=target_worker.random_seed,  # already agreed on by all ranks
         )
-        self.check_state = compat.flag("LONGSPARK_CHECK")
+        # Before the KV pool is sized, so that the state comes out of the memory that is still free.
+        self._allocate_state(int(get_schedule().max_running_requests) + 1)
+        self.check_every = compat.number("LONGSPARK_CHECK", 0)
+        self.rounds = 0
         self.offsets = torch.arange(self.width, device=self.device)
 
-    # -- what the scheduler asks once -------------------------------------------------------------
-
-    @property
-    def preloaded_weights_bytes(self) -> int:
-        return self.drafter.weight_bytes
+    # -- start ------------------------------------------------------------------------------------
 
     def alloc_memory_pool(
         self,
@@ -97,7 +97,7 @@ class LongSparkWorker(BaseSpecWorker):
         req_to_token_pool=None,
         token_to_kv_pool_allocator=None,
     ) -> None:
-        """Allocate per-request state, one row for each row of the request pool."""
+        """See the pools: check that K/V rows can be read, and that every request row has state."""
         super().alloc_memory_pool(
             memory_pool_config=memory_pool_config,
             req_to_token_pool=req_to_token_pool,
@@ -110,20 +110,24 @@ class LongSparkWorker(BaseSpecWorker):
                 f"K/V pool {type(pool).__name__} has no per-head rows to read in place; "
                 "LONGSPARK needs a plain (NHD) multi-head pool"
             )
-        hidden = self.config.hidden_size
         rows = req_to_token_pool.req_to_token.shape[0]
-        self.store = SummaryStore(self.drafter.queries, rows, hidden, runner.dtype)
-        self.taps = BoundaryTaps(
-            runner.model,
-            self.config.tapped_layers,
-            rows * self.width,
-            hidden,
-            runner.dtype,
-            self.device,
-        )
+        if rows > self.store.num_rows:
+            logger.info(
+                "LONGSPARK: the request pool has %d rows, more than --max-running-requests; "
+                "allocating state for all of them",
+                rows,
+            )
+            self._allocate_state(rows)
         self.metrics = Metrics(self, resolving_view(self._target_worker.server_args))
         for line in start_up_lines(self):
             logger.info(line)
+
+    def _allocate_state(self, rows: int) -> None:
+        """State for `rows` rows of the request pool (row 0 is SGLang's padding row)."""
+        runner = self._target_worker.model_runner
+        hidden = self.config.hidden_size
+        self.store = SummaryStore(self.drafter.queries, rows, hidden, runner.dtype)
+        self.taps.allocate(rows * self.width, hidden, runner.dtype, self.device)
 
     # -- rounds -----------------------------------------------------------------------------------
 
@@ -169,7 +173,8 @@ class LongSparkWorker(BaseSpecWorker):
         rows = batch.req_pool_indices.to(torch.int64)
         seq_lens = batch.seq_lens.to(torch.int64)
         pools = self._tapped_pools()
-        if self.check_state:
+        self.rounds += 1
+        if self.check_every and self.rounds % self.check_every == 0:
             self.store.check(rows, seq_lens, self.req_to_token_pool.req_to_token, **pools)
 
         plan = self.sampler.plan(batch)
