@@ -380,14 +380,19 @@ class LongSparkConfig:
             reasons.append(f"qwen_rope_theta is {self.qwen_rope_theta}: it must be positive")
         if self.qwen_rms_norm_eps <= 0:
             reasons.append(f"qwen_rms_norm_eps is {self.qwen_rms_norm_eps}: it must be positive")
-        # Below the lower bound (1-rho) I + rho 11^T is not a Gram matrix of any R vectors.
+        # Outside these bounds (1-rho) I + rho 11^T is no Gram matrix of R independent vectors.
         if self.global_query_mode == "fixed_equicorrelated" and not (
-            self.global_query_equicorrelation * max(1, self.global_memory_slots - 1) >= -1
+            self.global_query_equicorrelation * max(1, self.global_memory_slots - 1) > -1
             and self.global_query_equicorrelation < 1
         ):
             reasons.append(
                 f"global_query_equicorrelation is {self.global_query_equicorrelation}: it must "
-                "lie in [-1/(slots-1), 1)"
+                "lie between -1/(slots-1) and 1"
+            )
+        if self.global_query_mode == "fixed_equicorrelated" and self.global_memory_slots > dim:
+            reasons.append(
+                f"global_memory_slots {self.global_memory_slots} exceeds head_dim {dim}: no fixed "
+                "bank exists, set global_query_mode to 'learned'"
             )
         return reasons
 
