@@ -3,11 +3,13 @@
 import functools
 import math
 
+import emulation
 import pytest
 import torch
 from longspark_sglang import ops
 from longspark_sglang.ops import dispatch
 
+EMULATED = ("window_index", "window_index_paged", "window_gather")
 LAYOUTS = ("flat", "nhd", "hnd", "strided")
 
 
@@ -87,16 +89,24 @@ def run(op, backend, **arguments):
     """Run `op` on copies of the arguments; returns (result, the copies, now mutated) on the CPU."""
     device = "cuda" if backend == "cuda" else "cpu"
     copies = {name: _clone(value, device) for name, value in arguments.items()}
-    result = getattr(ops, op)(**copies, backend=backend)
+    if backend == "emulation":
+        result = getattr(emulation.operators(), op).default(**copies)
+    else:
+        result = getattr(ops, op)(**copies, backend=backend)
     return _to_cpu(result), {name: _to_cpu(value) for name, value in copies.items()}
 
 
 @functools.cache
 def backends(op):
-    """Backends that can run `op` here; "cuda" is listed always, marked gpu."""
+    """Backends that can run `op` here; "cuda" is listed always, marked gpu.
+
+    "emulation" is the CUDA kernels' own source, run on the CPU (csrc/host_emulation).
+    """
     found = ["reference"]
     if dispatch.is_compiled(op, "cpu"):
         found.append("cpu")
+    if emulation.is_possible() and op in EMULATED:
+        found.append("emulation")
     found.append(
         pytest.param(
             "cuda",

@@ -1,0 +1,2 @@
+// The kernels' own source, compiled as C++.
+#include "../window_gather.cu"

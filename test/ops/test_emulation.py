@@ -1,0 +1,68 @@
+"""The emulation itself: it runs sound kernels and catches each planted fault."""
+
+import emulation
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not emulation.is_possible(), reason="needs a C++ compiler")
+
+FAULTS = {
+    "missing_syncthreads": "race: another thread|never stored to",
+    "missing_syncwarp": "race: another thread|never stored to",
+    "missing_second_barrier": "race: another thread",
+    "divergent_barrier": "divergent barrier: (a thread has left|this thread leaves)",
+    "two_barriers_as_one": "divergent barrier: other threads of the block wait at line",
+    "divergent_shuffle": "divergent (collective: a lane has left|barrier: the block can't go on)",
+    "partial_mask": "__shfl_xor_sync must name all 32 lanes",
+    "load_past_the_end": "out-of-bounds load of 4 bytes: at byte 256 of in, which has 256",
+    "store_past_the_end": "out-of-bounds store of 4 bytes: at byte 256 of out, which has 256",
+    "store_to_an_input": "store to in, which is an input",
+    "misaligned_vector": "misaligned access: an address that is no multiple of 16 bytes",
+    "unwritten_shared": "load of shared memory that was never stored to",
+    "past_the_shared_memory": "access outside the shared memory",
+}
+
+
+def values():
+    return torch.arange(64, dtype=torch.float32)
+
+
+@pytest.fixture(params=emulation.ORDERS)
+def order(request):
+    emulation.set_order(7, request.param)
+    yield request.param
+    emulation.set_order(1)
+
+
+def test_a_sound_kernel_runs_in_every_order(order):
+    out = emulation.operators().planted("sound", values())
+    assert torch.equal(out, values().roll(-1))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught_in_every_order(order, fault):
+    with pytest.raises(RuntimeError, match=FAULTS[fault]):
+        emulation.operators().planted(fault, values())
+    # A caught fault leaves nothing behind.
+    assert torch.equal(emulation.operators().planted("sound", values()), values().roll(-1))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fault_is_caught_whatever_the_seed(seed):
+    emulation.set_order(seed)
+    with pytest.raises(RuntimeError, match=FAULTS["missing_syncthreads"]):
+        emulation.operators().planted("missing_syncthreads", values())
+
+
+def test_an_error_names_source_line_block_and_thread():
+    with pytest.raises(RuntimeError, match=r"planted\.cpp:\d+, block \(\d, 0, 0\), thread 63"):
+        emulation.operators().planted("load_past_the_end", values())
+
+
+def test_shared_memory_starts_as_nan_in_every_block():
+    assert emulation.operators().planted("poison", values()).isnan().all()
+
+
+def test_unknown_order_is_refused():
+    with pytest.raises(RuntimeError, match="order must be forward, reversed or random, not sorted"):
+        emulation.operators().configure(1, "sorted")
