@@ -56,7 +56,7 @@ class MarkovHead(nn.Module):
         if w1.dtype == torch.float64:
             w1, w2 = w1.float(), w2.float()
         tokens, logprobs = [], []
-        prev = anchor
+        prev = anchor.contiguous()
         for slot in range(base_logits.size(1)):
             prev, logprob = draft_sample(
                 base_logits[:, slot].to(narrow),

@@ -53,7 +53,8 @@ class TargetParts:
     def from_hf(cls, hf_model: Any, vocab_limit: int | None = None) -> TargetParts:
         """Of a transformers causal language model; the tensors are shared, not copied.
 
-        Raises InputError when its final norm is no plain RMSNorm.
+        Raises InputError when its final norm is no plain RMSNorm, ConfigError when the model does
+        not rotate as its config says.
         """
         norm = hf_model.get_decoder().norm
         eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
@@ -62,7 +63,7 @@ class TargetParts:
             norm_weight=norm.weight.detach(),
             norm_eps=eps,
             lm_head=hf_model.get_output_embeddings().weight.detach(),
-            rope=Rope.of_target(hf_model.config),
+            rope=Rope.of_hf_model(hf_model),
             vocab_limit=vocab_limit,
         )
         # Some models scale by 1 + weight, some subtract a mean: the class names do not tell.

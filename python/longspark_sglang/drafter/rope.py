@@ -44,6 +44,33 @@ class Rope:
             raise ConfigError("this target's rope cannot be followed", reasons)
         return _BUILDERS[shape.rope_type](shape)
 
+    @classmethod
+    def of_hf_model(cls, hf_model: Any) -> Rope:
+        """As `of_target`, and compared with what the transformers model itself computes.
+
+        Not every model follows every key of its config: the fixed ``alpha``, for one, is read by
+        SGLang for all models, by transformers for Hunyuan's only. ConfigError where they differ.
+        """
+        rope = cls.of_target(hf_model.config)
+        rotary = getattr(hf_model.get_decoder(), "rotary_emb", None)
+        prefix = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
+        theirs = getattr(rotary, prefix + "inv_freq", None)
+        scaling = getattr(rotary, prefix + "attention_scaling", None)
+        if (
+            theirs is None
+            or theirs.shape != rope.inverse_frequencies.shape
+            or not torch.allclose(theirs.cpu(), rope.inverse_frequencies, rtol=1e-5, atol=0)
+            or not math.isclose(scaling or 0.0, rope.attention_scaling, rel_tol=1e-5)
+        ):
+            raise ConfigError(
+                "this target's rope cannot be followed",
+                [
+                    f"{type(hf_model).__name__} does not rotate as its config says: use a "
+                    "rope_type that transformers applies to this model"
+                ],
+            )
+        return rope
+
     def tables(
         self, positions: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
