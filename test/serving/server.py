@@ -7,6 +7,7 @@ whole group; a server that dies while it starts raises with the end of its log.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -52,7 +53,8 @@ class Server:
 
     ``algorithm`` defaults to LONGSPARK where ``draft`` is given. ``extra_args`` are appended to the
     command line, so they win over the defaults here; ``env`` is added to the environment.
-    Pools are small on purpose: ``max_total_tokens`` rows of KV cache.
+    Pools are small on purpose: ``max_total_tokens`` rows of KV cache; with None SGLang sizes them
+    by ``--mem-fraction-static``.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Server:
         dtype: str = "float32",
         page_size: int = 1,
         tp: int = 1,
-        max_total_tokens: int = 40_000,
+        max_total_tokens: int | None = 40_000,
         context_length: int | None = 8192,
         start_timeout: float = 300.0,
     ) -> None:
@@ -75,8 +77,11 @@ class Server:
         self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", dtype]
         self.command += ["--page-size", str(page_size), "--tp-size", str(tp)]
-        self.command += ["--max-total-tokens", str(max_total_tokens)]
+        if max_total_tokens is not None:
+            self.command += ["--max-total-tokens", str(max_total_tokens)]
         self.command += ["--mem-fraction-static", "0.3", "--enable-metrics"]
+        # An idle scheduler polls in a busy loop otherwise, and takes a core from the server in use.
+        self.command += ["--sleep-on-idle"]
         self.command += ["--uvicorn-access-log-exclude-prefixes", "/health"]
         if context_length is not None:
             self.command += ["--context-length", str(context_length)]
@@ -124,6 +129,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         deadline = time.monotonic() + self.start_timeout
         try:
@@ -313,6 +319,11 @@ class ServerPool:
         """End every server."""
         while self._servers:
             self._servers.popitem()[1].stop()
+
+
+def _end_with_parent() -> None:
+    """In the child: die when the test process does, however that ends (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -28,6 +28,7 @@ PAIRS: dict[str, tuple[dict, dict]] = {
         {
             "architecture": "llama",
             "tied": True,
+            "hidden": 384,
             "heads": 6,
             "kv_heads": 2,
             "vocab": 2000,
