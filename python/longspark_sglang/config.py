@@ -104,7 +104,9 @@ def read_json_object(path: str | PathLike[str]) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"{path.name} is nested too deeply") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds a {type(content).__name__}, not an object")
+        raise ValueError(
+            f"{path.name} must hold one JSON object: it holds a {type(content).__name__}"
+        )
     return content
 
 
@@ -366,9 +368,8 @@ class LongSparkConfig:
                 )
             elif heads // kv_heads > MAX_HEAD_GROUP:
                 reasons.append(
-                    f"{heads} query heads over {kv_heads} K/V heads make groups of "
-                    f"{heads // kv_heads}: "
-                    f"at most {MAX_HEAD_GROUP} are supported"
+                    f"qwen_num_attention_heads {heads} over num_key_value_heads {kv_heads} makes "
+                    f"groups of {heads // kv_heads}: at most {MAX_HEAD_GROUP} are supported"
                 )
         dim = self.head_dim
         if not (dim in SUPPORTED_HEAD_DIMS or (0 < dim < SUPPORTED_HEAD_DIMS[0] and dim % 2 == 0)):
@@ -413,8 +414,8 @@ class LongSparkConfig:
             reasons.append(f"target_layer_ids {list(ids)} repeats a layer: each is tapped once")
         out_of_range = [i for i in ids if i < 0 or (total is not None and total > 0 and i >= total)]
         if out_of_range:
-            upper = f"0..{total - 1}" if total else "0 or more"
-            reasons.append(f"target_layer_ids {out_of_range} are out of range: use {upper}")
+            allowed = f"0..num_target_layers-1 = 0..{total - 1}" if total else "0 or more"
+            reasons.append(f"target_layer_ids {out_of_range} are out of range: use {allowed}")
         return reasons
 
     # -- derived -----------------------------------------------------------------------------------
