@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from longspark_sglang.drafter import LongSparkDrafter, TargetParts, collect_views, summary_of
+from transformers import AutoModelForCausalLM
+
 from serving.server import Server, ServerPool
 from serving.test_identity import CHECKED, CHUNKED
-from transformers import AutoModelForCausalLM
 
 TOKENS = 64
 LENGTHS = (1, 9, 255, 257, 700)
