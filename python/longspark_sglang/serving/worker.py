@@ -149,7 +149,7 @@ class LongSparkWorker(BaseSpecWorker):
         self.sampler.before_extend(batch)
         result = self._target_worker.forward_batch_generation(batch)
         self.sampler.after_extend(batch, result.next_token_ids)
-        row_ids = batch.req_pool_indices.tolist()
+        row_ids = [req.kv.req_pool_idx for req in batch.reqs]
         self.store.extend(
             rows=batch.req_pool_indices.to(torch.int64),
             row_ids=row_ids,
@@ -205,12 +205,15 @@ class LongSparkWorker(BaseSpecWorker):
             self.drafter.markov_w2,
             target.grammar_mask,
         )
+        new_seq_lens = seq_lens + decision.accept_lens
+        if on_publish is not None:
+            # As soon as the lengths are known: the scheduler prepares the next round meanwhile.
+            on_publish(new_seq_lens)
         if batch.return_logprob:
             target.logits_output.next_token_logits = decision.logits
             compute_spec_logprobs(
                 batch, target.logits_output, decision.tokens, chain_stride=self.width
             )
-        new_seq_lens = seq_lens + decision.accept_lens
         self.store.commit(
             rows,
             block_rows,
@@ -218,8 +221,6 @@ class LongSparkWorker(BaseSpecWorker):
             self.taps.kept(len(rows) * self.width).unflatten(0, (len(rows), self.width)),
             **pools,
         )
-        if on_publish is not None:
-            on_publish(new_seq_lens)
         return GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=decision.tokens,
