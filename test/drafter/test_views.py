@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from longspark_sglang.config import ConfigError
-from longspark_sglang.drafter import InputError, TargetParts, collect_views
+from longspark_sglang.drafter import (
+    InputError,
+    LongSparkDrafter,
+    TargetParts,
+    collect_views,
+    summary_of,
+)
 from tiny_targets import VOCAB, make_drafter, make_target
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +83,33 @@ def test_a_final_norm_of_another_kind_is_refused(target) -> None:
 def test_tied_head_is_the_embedding() -> None:
     parts = TargetParts.from_hf(make_target(heads=2, kv_heads=2, tied=True))
     assert parts.lm_head.data_ptr() == parts.embed_tokens.data_ptr()
+
+
+def test_a_hybrid_target_keeps_all_rows_and_drafts_are_accepted(pair_cache) -> None:
+    """Sliding-window layers beside the tapped ones, a context beyond their window, real drafts."""
+    folder = pair_cache.target(sliding_window=64)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    drafter = LongSparkDrafter.from_pretrained(pair_cache.drafter(folder), torch.float32)
+    parts, width = TargetParts.from_hf(model), drafter.config.window
+    prompt = torch.randint(4, 2000, (4, 80), generator=torch.Generator().manual_seed(0))
+    text = model.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)
+    views = collect_views(model, text, drafter.config)
+    assert views.key.shape[2] == text.shape[1]
+    accept_lengths = []
+    for committed in range(81, 130, 6):
+        rows = (views.key[:, :, :committed], views.value[:, :, :committed])
+        value, _ = summary_of(drafter.summary_queries, *rows)
+        drafts = drafter.propose(
+            text[:, committed],
+            views.boundary[:, committed - 1],
+            value,
+            rows[0][:, :, -width:],
+            rows[1][:, :, -width:],
+            torch.full((4,), min(committed, width)),
+            torch.full((4,), committed),
+            parts,
+        ).draft_tokens
+        gold = text[:, committed + 1 : committed + 1 + drafts.shape[1]]
+        accept_lengths.append((drafts == gold).long().cumprod(1).sum(1) + 1)
+    mean = torch.stack(accept_lengths).float().mean().item()
+    assert 2 < mean < drafter.config.verify_width  # good, and not by ignoring the context
