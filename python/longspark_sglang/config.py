@@ -46,8 +46,7 @@ TRAINING_OBJECTIVES = (
     "on_policy_kl",
 )
 
-# Written by Hugging Face's config base class around the fields of any model; they say nothing about
-# ours.
+# Written by Hugging Face's config base class around any model's fields; they say nothing of ours.
 _BOOKKEEPING_KEYS = frozenset(
     (
         "_name_or_path",
@@ -354,9 +353,8 @@ class LongSparkConfig:
                 )
             if self.max_accepted_tokens != self.block_size + 1:
                 reasons.append(
-                    f"max_accepted_tokens is {self.max_accepted_tokens}: it must be block_size + 1 "
-                    "= "
-                    f"{self.block_size + 1}"
+                    f"max_accepted_tokens is {self.max_accepted_tokens}: set it to "
+                    f"block_size + 1 = {self.block_size + 1}"
                 )
         heads_good = check_range("qwen_num_attention_heads", 1, id_limit)
         if check_range("num_key_value_heads", 1, id_limit) and heads_good:
