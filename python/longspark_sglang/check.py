@@ -10,6 +10,7 @@ installed.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import difflib
 import importlib
@@ -22,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from longspark_sglang.config import ConfigError, LongSparkConfig, LongSparkError
@@ -29,6 +31,7 @@ from longspark_sglang.report import Finding, Report
 from longspark_sglang.serving import compat
 
 DISTRIBUTIONS = ("longspark-sglang", "torch", "sglang", "transformers", "flashinfer-python")
+WHOLE_NUMBERS = ("LONGSPARK_CHECK", "LONGSPARK_WARN_ROUNDS")
 # Read while installing, not while serving.
 BUILD_VARIABLES = ("LONGSPARK_BUILD",)
 # Loggers whose errors mean that the plugin is not in place.
@@ -39,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the report; 0 when LONGSPARK could be served, else 1."""
     parser = argparse.ArgumentParser(
         prog="longspark check",
-        usage="longspark check [-h] [--json | --markdown] [launch_server arguments ...]",
+        usage="longspark check [-h] [--json | --update-docs FILE] [launch_server arguments ...]",
         description="Lists everything that keeps LONGSPARK from serving: what is not installed, "
         "SGLang names that moved, and every refusal of the server arguments that follow (those of "
         "`python -m sglang.launch_server`), target and drafter included. Starts nothing.",
@@ -48,12 +51,13 @@ def main(argv: Sequence[str]) -> int:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print the report as JSON")
     output.add_argument(
-        "--markdown", action="store_true", help="print the tables of docs/compatibility.md instead"
+        "--update-docs",
+        metavar="FILE",
+        help="only rewrite the generated tables of docs/compatibility.md",
     )
     options, server_argv = parser.parse_known_args(argv)
-    if options.markdown:
-        print("\n\n".join(markdown_tables().values()))
-        return 0
+    if options.update_docs:
+        return _update_docs(Path(options.update_docs))
     # Imports below print to stdout now and then, which belongs to the report.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,9 +70,9 @@ def examine(server_argv: Sequence[str] = ()) -> Report:
     """Look at the installation and, when there are any, at launch_server's arguments."""
     report = Report()
     report.add("environment", *_packages(), *_hardware())
-    names = _sglang_names()
-    report.add("SGLang", names)
-    if names.passed:
+    names = [_touched_names(), _imported_names()]
+    report.add("SGLang", *names)
+    if all(finding.passed for finding in names):
         report.add("SGLang", _plugin())
     report.add("environment variables", *_variables())
     if server_argv:
@@ -120,17 +124,48 @@ def _hardware() -> Iterator[Finding]:
         yield Finding("operators", None, f"{source}: {', '.join(names)}")
 
 
-def _sglang_names() -> Finding:
-    """The symbol table: does SGLang still have every name that the plugin touches?"""
+def _touched_names() -> Finding:
+    """The symbol table: does SGLang still have every name that the plugin calls or overrides?"""
     total = len(compat.SYMBOLS)
     if compat.installed_sglang() is None:
         return Finding("touched names", False, f"none of {total} could be looked at")
     try:
         problems = compat.environment_problems()
+        wrong = len(compat.missing_symbols()) if problems else 0
     except Exception as error:  # an import of SGLang can fail in any way a library can
         return Finding("touched names", False, _in_one_line(error))
-    wrong = len(compat.missing_symbols()) if problems else 0
     return Finding("touched names", not problems, f"{total - wrong} of {total} fit", problems)
+
+
+def _imported_names() -> Finding:
+    """Every name that the serving package imports from SGLang: is it there?"""
+    names = imported_names()
+    if compat.installed_sglang() is None:
+        return Finding("imported names", False, f"none of {len(names)} could be looked at")
+    problems = []
+    for module, name in names:
+        try:
+            getattr(importlib.import_module(module), name)
+        except Exception as error:  # see above
+            problems.append(f"{module}.{name}: {_in_one_line(error)}")
+    figure = f"{len(names) - len(problems)} of {len(names)} found"
+    return Finding("imported names", not problems, figure, problems)
+
+
+def imported_names() -> list[tuple[str, str]]:
+    """(module, name) of each `from sglang... import name` in the serving package's sources."""
+    folder = Path(compat.__file__).parent
+    return sorted(
+        {
+            (node.module, alias.name)
+            for path in folder.glob("*.py")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "sglang"
+            for alias in node.names
+        }
+    )
 
 
 def _plugin() -> Finding:
@@ -169,7 +204,13 @@ def _plugin() -> Finding:
 
 def _variables() -> Iterator[Finding]:
     for name, meaning in compat.ENVIRONMENT.items():
-        yield Finding(name, None, f"{os.environ.get(name, '(unset)')}    {meaning}")
+        figure, faults = f"{os.environ.get(name, '(unset)')}    {meaning}", []
+        if name in WHOLE_NUMBERS:
+            try:
+                compat.number(name, 0)
+            except ValueError as error:
+                faults = [str(error)]
+        yield Finding(name, False if faults else None, figure, faults)
     for name in sorted(os.environ):
         if name.startswith("LONGSPARK_") and name not in {*compat.ENVIRONMENT, *BUILD_VARIABLES}:
             close = difflib.get_close_matches(name, compat.ENVIRONMENT, n=1)
@@ -294,12 +335,38 @@ def markdown_tables() -> dict[str, str]:
     symbols = ["| SGLang name | use | parameters relied on |", "|---|---|---|"]
     for symbol in compat.SYMBOLS:
         parameters = ", ".join(f"`{name}`" for name in symbol.parameters)
-        symbols.append(f"| `{symbol.module}.{symbol.path}` | {symbol.use} | {parameters} |")
+        row = f"| `{symbol.module}.{symbol.path}` | {symbol.use} | {parameters} |"
+        symbols.append(row.replace("|  |", "| |"))
     variables = ["| variable | meaning |", "|---|---|"]
     for name, meaning in compat.ENVIRONMENT.items():
         escaped = meaning.replace("|", "\\|")
         variables.append(f"| `{name}` | {escaped} |")
     return {"symbols": "\n".join(symbols), "environment": "\n".join(variables)}
+
+
+def with_tables(text: str) -> str:
+    """A Markdown text with what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`
+    replaced by the table of that name.
+
+    Raises ValueError naming a table that has no such place.
+    """
+    for name, table in markdown_tables().items():
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        before, opened, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (opened and closed):
+            raise ValueError(f"there is no place for the table: {begin.strip()} ... {end}")
+        text = f"{before}{begin}{table}\n{end}{after}"
+    return text
+
+
+def _update_docs(path: Path) -> int:
+    try:
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(f"longspark check: {path}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 # -- helpers ---------------------------------------------------------------------------------------
