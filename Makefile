@@ -14,8 +14,6 @@ BIN := $(VENV)/bin
 
 # The compiler's ninja is a console script of the environment.
 export PATH := $(abspath $(BIN)):$(PATH)
-# Torch would take all cores in each of SGLang's processes.
-export OMP_NUM_THREADS ?= 2
 
 .PHONY: install serve test lint clean
 .DEFAULT_GOAL := install
@@ -28,6 +26,8 @@ install:
 serve: install
 	@exec $(BIN)/python examples/serve.py --model '$(MODEL)' --draft '$(DRAFT)' --port $(PORT) $(ARGS)
 
+# Torch's threads wait by spinning, so more of them than cores, over all processes, are very slow.
+test: export OMP_NUM_THREADS ?= 1
 test: install
 	$(BIN)/python -m pytest $(TESTS) $(TEST_ARGS)
 

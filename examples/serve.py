@@ -36,6 +36,7 @@ SMOLLM2_MASK_TOKEN = 16  # <empty_output>, one of its unused special tokens
 # float32 is where the CPU server's greedy output is token for token that of plain decoding.
 CPU_OPTIONS = ["--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.5"]
 CPU_OPTIONS += ["--max-total-tokens", "32768", "--max-running-requests", "16"]
+CPU_OPTIONS += ["--sleep-on-idle"]  # else a core polls for requests all the time
 
 READY = """
 Ready at {url}. Try it from another terminal:
@@ -49,6 +50,7 @@ answer = client.chat.completions.create(
     model="default",
     messages=[{{"role": "user", "content": "Write a short poem about a spark."}}],
     max_tokens=100,
+    temperature=0.7,
     stream=True,
 )
 for part in answer:
@@ -59,7 +61,7 @@ EOF
 Ctrl-C ends the server.
 """
 BODY = (
-    '{"model": "default", "max_tokens": 64, '
+    '{"model": "default", "max_tokens": 64, "temperature": 0, '
     '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 )
 
@@ -163,6 +165,9 @@ def main() -> None:
     command += ["--uvicorn-access-log-exclude-prefixes", "/health"]  # asked twice a second below
     if not torch.cuda.is_available():
         command += CPU_OPTIONS
+        # One core stays free for HTTP and detokenisation: torch's threads wait for each other by
+        # spinning, so the slowest of too many threads sets the pace.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     command += more
     progress(shlex.join(command))
 

@@ -34,11 +34,23 @@ def run_with_progress(command: list[str], log: Path) -> None:
             time.sleep(0.2)
             if time.monotonic() - last_line >= PROGRESS_EVERY:
                 last_line = time.monotonic()
-                lines = log.read_text(errors="replace").strip().splitlines() or [""]
-                say(f"{last_line - started:.0f} s: {lines[-1].strip()[:100]}")
+                say(f"{last_line - started:.0f} s: {current_step(log.read_text(errors='replace'))}")
     if code:
         print(*log.read_text(errors="replace").splitlines()[-30:], sep="\n")
         sys.exit(f"[install] failed with status {code}; the whole output is in {log}")
+
+
+def current_step(output: str) -> str:
+    """What pip is doing, from its output so far: the last line that names a package."""
+    steps = [
+        line
+        for line in map(str.strip, output.splitlines())
+        if line.startswith(("Collecting", "Downloading", "Using cached", "Processing", "building"))
+    ]
+    if "\nInstalling collected packages:" in output:
+        count = output.rsplit("Installing collected packages:", 1)[1].splitlines()[0].count(",") + 1
+        return f"unpacking {count} packages"
+    return steps[-1][:90] if steps else "starting"
 
 
 def fingerprint(parts: Iterable[Path | str]) -> str:
