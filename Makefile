@@ -32,7 +32,7 @@ test: install
 	$(BIN)/python -m pytest $(TESTS) $(TEST_ARGS)
 
 lint: install
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@find csrc -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.h' \

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from serving.server import Server, ServerPool
 from serving.workload import MANY, Request, free_counts, mixed_requests, outputs
 
