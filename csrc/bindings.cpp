@@ -209,7 +209,181 @@ void window_gather_op(TensorList key_pools, TensorList value_pools, const Tensor
   window_gather(p, call.stream());
 }
 
+// ---- Markov correction, draft sampling, acceptance
+// -----------------------------------------------
+
+Dtype dtype_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return Dtype::kFloat32;
+    case at::kBFloat16:
+      return Dtype::kBfloat16;
+    case at::kHalf:
+      return Dtype::kFloat16;
+    default:
+      TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, not ", tensor.scalar_type());
+  }
+}
+
+// Whether rows that begin at multiples of `strides` elements can be read `elements` at a time.
+bool is_aligned(const Tensor& tensor, std::initializer_list<int64_t> strides, int64_t elements) {
+  bool aligned = address(tensor) % (elements * tensor.element_size()) == 0;
+  for (int64_t stride : strides) aligned = aligned && stride % elements == 0;
+  return aligned;
+}
+
+Markov markov_of(const Call& call, const Tensor& logits, const Tensor& markov_w1,
+                 const Tensor& markov_w2) {
+  check_rows_contiguous(logits, "base_logits", logits.dim() - 1);
+  check_rows_contiguous(markov_w1, "markov_w1", 1);
+  check_rows_contiguous(markov_w2, "markov_w2", 1);
+  Markov p;
+  p.logits_dtype = dtype_of(logits, "base_logits");
+  p.weights_dtype = dtype_of(markov_w1, "markov_w1");
+  TORCH_CHECK(markov_w1.scalar_type() == markov_w2.scalar_type(), "markov_w1 and markov_w2 differ");
+  TORCH_CHECK(markov_w1.size(0) >= logits.size(-1) && markov_w2.size(0) >= logits.size(-1),
+              "markov_w1 and markov_w2 must have a row for every token");
+  p.logits = call.in(logits, "base_logits");
+  p.logits_stride = logits.stride(0);
+  p.slot_stride = logits.dim() == 3 ? logits.stride(1) : 0;
+  p.slots = nullptr;
+  p.prev = nullptr;
+  p.w1 = call.in(markov_w1, "markov_w1");
+  p.w2 = call.in(markov_w2, "markov_w2");
+  p.w1_stride = markov_w1.stride(0);
+  p.w2_stride = markov_w2.stride(0);
+  p.batch = to_int(logits.size(0));
+  p.vocab = to_int(logits.size(-1));
+  p.rank = to_int(markov_w1.size(1));
+  p.tensor_cores = p.weights_dtype != Dtype::kFloat32 && p.rank % 32 == 0 &&
+                   is_aligned(markov_w1, {p.w1_stride}, 8) &&
+                   is_aligned(markov_w2, {p.w2_stride}, 8);
+  p.vector_logits = is_aligned(logits, {p.logits_stride, p.slot_stride}, 8);
+  return p;
+}
+
+Tensor markov_step_op(const Tensor& base_logits, const Tensor& prev, const Tensor& markov_w1,
+                      const Tensor& markov_w2) {
+  Call call(base_logits);
+  check_rows_contiguous(prev, "prev", 0);
+  Tensor out = at::empty(base_logits.sizes(), base_logits.options().dtype(at::kFloat));
+  MarkovStep p;
+  p.markov = markov_of(call, base_logits, markov_w1, markov_w2);
+  p.markov.prev = call.in<int64_t>(prev, "prev");
+  p.out = call.out<float>(out, "out");
+  markov_step(p, call.stream());
+  return out;
+}
+
+// Bytes of scratch memory for `count` items of T.
+template <class T>
+Tensor scratch_for(int64_t count, const Tensor& like) {
+  return at::empty({count * static_cast<int64_t>(sizeof(T))}, like.options().dtype(at::kByte));
+}
+
+std::tuple<Tensor, Tensor> draft_sample_op(const Tensor& base_logits, const Tensor& prev,
+                                           const Tensor& markov_w1, const Tensor& markov_w2,
+                                           const Tensor& temperature, const Tensor& seed,
+                                           const Tensor& position, int64_t vocab_limit) {
+  Call call(base_logits);
+  check_rows_contiguous(prev, "prev", 0);
+  check_rows_contiguous(temperature, "temperature", 0);
+  check_rows_contiguous(seed, "seed", 0);
+  check_rows_contiguous(position, "position", 0);
+  int64_t batch = base_logits.size(0), vocab = base_logits.size(1);
+  TORCH_CHECK(vocab_limit >= 1 && vocab_limit <= vocab, "vocab_limit must be in 1..", vocab);
+  Tensor token = at::empty({batch}, prev.options());
+  Tensor logq = at::empty({batch}, temperature.options());
+  Tensor partials = scratch_for<DraftPartial>(batch * num_ranges(to_int(vocab)), base_logits);
+  DraftSample p;
+  p.markov = markov_of(call, base_logits, markov_w1, markov_w2);
+  p.markov.prev = call.in<int64_t>(prev, "prev");
+  p.temperature = call.in<float>(temperature, "temperature");
+  p.seed = call.in<int64_t>(seed, "seed");
+  p.position = call.in<int64_t>(position, "position");
+  p.vocab_limit = to_int(vocab_limit);
+  p.partials = reinterpret_cast<DraftPartial*>(call.out<uint8_t>(partials, "partials"));
+  p.token = call.out<int64_t>(token, "token");
+  p.logq = call.out<float>(logq, "logq");
+  draft_sample(p, call.stream());
+  return {token, logq};
+}
+
+std::tuple<Tensor, Tensor> accept_chain_op(const Tensor& target_probs, const Tensor& draft_tokens,
+                                           const Tensor& draft_logq, const Tensor& base_logits,
+                                           const Tensor& anchors, const Tensor& markov_w1,
+                                           const Tensor& markov_w2, const Tensor& temperature,
+                                           const Tensor& point_mass, const Tensor& uniforms,
+                                           const Tensor& uniform_final, const Tensor& limit,
+                                           int64_t vocab_limit) {
+  Call call(target_probs);
+  int64_t batch = base_logits.size(0), vocab = base_logits.size(2);
+  TORCH_CHECK(vocab_limit >= 1 && vocab_limit <= vocab, "vocab_limit must be in 1..", vocab);
+  // Mostly no copies; the tensors live until the launches are queued, which is long enough.
+  Tensor probs = target_probs.contiguous(), tokens = draft_tokens.contiguous();
+  Tensor logq = draft_logq.contiguous(), draws = uniforms.contiguous();
+  Tensor each_anchor = anchors.contiguous(), each_temperature = temperature.contiguous();
+  Tensor each_point = point_mass.contiguous(), final_draw = uniform_final.contiguous();
+  Tensor each_limit = limit.contiguous();
+
+  Tensor accepted = at::empty({batch}, limit.options());
+  Tensor next_token = at::empty({batch}, draft_tokens.options());
+  Tensor slots = at::empty({batch}, limit.options());
+  Tensor prev = at::empty({batch}, draft_tokens.options());
+  Tensor logits = at::empty({batch, vocab}, base_logits.options());
+  Tensor lse = at::empty({batch}, temperature.options());
+  Tensor partials = scratch_for<Lse>(batch * num_ranges(to_int(vocab)), base_logits);
+  Tensor masses = scratch_for<TileMass>(batch * num_tiles(to_int(vocab)), base_logits);
+
+  AcceptChain p;
+  p.markov = markov_of(call, base_logits, markov_w1, markov_w2);
+  p.target_probs = call.in<float>(probs, "target_probs");
+  p.draft_tokens = call.in<int64_t>(tokens, "draft_tokens");
+  p.draft_logq = call.in<float>(logq, "draft_logq");
+  p.anchors = call.in<int64_t>(each_anchor, "anchors");
+  p.temperature = call.in<float>(each_temperature, "temperature");
+  p.point_mass = call.in<bool>(each_point, "point_mass");
+  p.uniforms = call.in<float>(draws, "uniforms");
+  p.uniform_final = call.in<float>(final_draw, "uniform_final");
+  p.limit = call.in<int32_t>(each_limit, "limit");
+  p.block = to_int(draft_tokens.size(1));
+  p.vocab_limit = to_int(vocab_limit);
+  p.slots = call.out<int32_t>(slots, "slots");
+  p.prev = call.out<int64_t>(prev, "prev");
+  p.logits = call.out(logits, "logits");
+  p.partials = reinterpret_cast<Lse*>(call.out<uint8_t>(partials, "partials"));
+  p.lse = call.out<float>(lse, "lse");
+  p.masses = reinterpret_cast<TileMass*>(call.out<uint8_t>(masses, "masses"));
+  p.accepted = call.out<int32_t>(accepted, "accepted");
+  p.next_token = call.out<int64_t>(next_token, "next_token");
+  accept_chain(p, call.stream());
+  return {accepted, next_token};
+}
+
+std::tuple<Tensor, Tensor> accept_greedy_op(const Tensor& target_tokens, const Tensor& draft_tokens,
+                                            const Tensor& limit) {
+  Call call(draft_tokens);
+  Tensor target = target_tokens.contiguous(), draft = draft_tokens.contiguous();
+  Tensor each_limit = limit.contiguous();
+  Tensor accepted = at::empty({draft.size(0)}, limit.options());
+  Tensor next_token = at::empty({draft.size(0)}, draft.options());
+  AcceptGreedy p;
+  p.target_tokens = call.in<int64_t>(target, "target_tokens");
+  p.draft_tokens = call.in<int64_t>(draft, "draft_tokens");
+  p.limit = call.in<int32_t>(each_limit, "limit");
+  p.batch = to_int(draft.size(0));
+  p.block = to_int(draft.size(1));
+  p.accepted = call.out<int32_t>(accepted, "accepted");
+  p.next_token = call.out<int64_t>(next_token, "next_token");
+  accept_greedy(p, call.stream());
+  return {accepted, next_token};
+}
+
 void implement(torch::Library& m) {
+  m.impl("markov_step", markov_step_op);
+  m.impl("draft_sample", draft_sample_op);
+  m.impl("accept_chain", accept_chain_op);
+  m.impl("accept_greedy", accept_greedy_op);
   m.impl("window_index", window_index_op);
   m.impl("window_index_paged", window_index_paged_op);
   m.impl("window_gather", window_gather_op);

@@ -1,9 +1,8 @@
 """Compiles the host emulation: `python csrc/host_emulation/build.py [--sanitize]`.
 
-
 Prints the library, which registers torch.ops.longspark_emu.*: the CUDA kernels' own source, run on
-CPU tensors.
-Only tests load it. An object file is compiled anew when its source or any header is newer.
+CPU tensors. Only tests load it. An object file is compiled anew when its source or any header is
+newer.
 """
 
 import argparse

@@ -63,21 +63,24 @@ void allow(const void* begin, size_t bytes, bool writable, const char* name);
 struct Identity {
   dim3 thread, block, block_size, grid_size;
 };
+// Bytes that a lane can hand over in one collective.
+constexpr size_t kMostExchanged = 32;
+
 const Identity& self();
 
 void* shared(Site site, size_t bytes, size_t alignment);
 void* dynamic_shared();
 void access(const void* address, size_t bytes, size_t alignment, bool is_store, Site site);
 void block_barrier(Site site);
-// Waits for all 32 lanes of the warp, then returns their values, 32 times `bytes` (at most 16) in
-// lane order, valid until this lane's next collective. `orders_memory` makes it a memory barrier.
+// Waits for all 32 lanes of the warp, then returns their values, 32 times `bytes` in lane order,
+// valid until this lane's next collective. `orders_memory` makes it a memory barrier.
 const void* warp_exchange(unsigned mask, const void* value, size_t bytes, bool orders_memory,
                           const char* what, Site site);
 void run(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const std::function<void()>& kernel);
 
 template <class T>
 T from_lane(unsigned mask, T value, int lane, const char* what, Site site) {
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 16);
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= kMostExchanged);
   const void* all = warp_exchange(mask, &value, sizeof(T), false, what, site);
   T result;
   std::memcpy(&result, static_cast<const char*>(all) + lane * sizeof(T), sizeof(T));
@@ -155,6 +158,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, const char* file = _
   return bits;
 }
 
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   uint64_t bytes = (static_cast<uint64_t>(y) << 32) | x;
   unsigned result = 0;

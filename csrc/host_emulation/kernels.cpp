@@ -1,2 +1,5 @@
 // The kernels' own source, compiled as C++.
+#include "../accept_chain.cu"
+#include "../draft_sample.cu"
+#include "../markov_step.cu"
 #include "../window_gather.cu"

@@ -43,8 +43,7 @@ struct Thread {
   State state;
   Site site;
   const char* waiting_for;
-  size_t bytes;  // of the collective's value
-  bool orders_memory;
+  size_t bytes;         // of the collective's value
   int64_t collectives;  // taken part in so far
   Fiber fiber;
 };
@@ -154,17 +153,12 @@ class BlockRun {
 
   void block_barrier(Site site) {
     wait(State::kAtBlockBarrier, "__syncthreads", site);
-    int waiting = 0;
-    for (const Thread& t : threads_) {
-      if (t.state == State::kDone) {
-        throw error(
-            "divergent barrier: a thread has left the kernel while this one waits at "
-            "__syncthreads",
-            site);
-      }
-      waiting += t.state == State::kAtBlockBarrier;
+    if (done_ > 0) {
+      throw error(
+          "divergent barrier: a thread has left the kernel while this one waits at __syncthreads",
+          site);
     }
-    if (waiting < count_) return yield();
+    if (++at_barrier_ < count_) return yield();
     for (const Thread& t : threads_) {
       if (t.site.line != site.line) {
         throw error("divergent barrier: other threads of the block wait at line " +
@@ -173,7 +167,8 @@ class BlockRun {
       }
     }
     ++arena->block_barriers;
-    release([](const Thread&) { return true; });
+    at_barrier_ = 0;
+    release(0, count_);
   }
 
   const void* warp_exchange(unsigned mask, const void* value, size_t bytes, bool orders_memory,
@@ -185,18 +180,12 @@ class BlockRun {
     char* buffer = warp.buffer[me.collectives++ % 2];
     if (bytes) std::memcpy(buffer + me.lane * bytes, value, bytes);
     me.bytes = bytes;
-    me.orders_memory = orders_memory;
     wait(State::kAtWarpCollective, what, site);
-    int waiting = 0;
-    for (int i = 0; i < kWarpSize; ++i) {
-      const Thread& t = threads_[me.warp * kWarpSize + i];
-      if (t.state == State::kDone) {
-        throw error(std::string("divergent collective: a lane has left the kernel before ") + what,
-                    site);
-      }
-      waiting += t.state == State::kAtWarpCollective;
+    if (warp.done > 0) {
+      throw error(std::string("divergent collective: a lane has left the kernel before ") + what,
+                  site);
     }
-    if (waiting < kWarpSize) {
+    if (++warp.waiting < kWarpSize) {
       yield();
       return buffer;
     }
@@ -209,14 +198,16 @@ class BlockRun {
       }
     }
     if (orders_memory) ++warp.barriers;
-    release([&](const Thread& t) { return t.warp == me.warp; });
+    warp.waiting = 0;
+    release(me.warp * kWarpSize, kWarpSize);
     return buffer;
   }
 
  private:
   struct Warp {
-    int64_t barriers = 0;
-    alignas(16) char buffer[2][kWarpSize * 16];
+    int64_t barriers = 0;  // never reset, as the block's
+    int waiting, done;
+    alignas(16) char buffer[2][kWarpSize * kMostExchanged];
   };
 
   void begin(dim3 block_index) {
@@ -225,7 +216,8 @@ class BlockRun {
     ++arena->block_barriers;
     allocations_.clear();
     used_ = 0;
-    done_ = 0;
+    done_ = at_barrier_ = 0;
+    for (Warp& warp : warps_) warp.waiting = warp.done = 0;
     ready_.clear();
     for (Thread& t : threads_) {
       t.identity.block = block_index;
@@ -249,20 +241,17 @@ class BlockRun {
   void body(Thread& t) {
     try {
       kernel_();
-      for (const Thread& other : threads_) {
-        if (other.state == State::kAtBlockBarrier) {
-          throw error(
-              "divergent barrier: this thread leaves the kernel while another waits at "
-              "__syncthreads, line " +
-                  std::to_string(other.site.line),
-              {"the kernel's end", 0});
-        }
+      if (at_barrier_ > 0) {
+        throw error(
+            "divergent barrier: this thread leaves the kernel while another waits at __syncthreads",
+            {"the kernel's end", 0});
       }
     } catch (...) {
       failure_ = std::current_exception();
     }
     t.state = State::kDone;
     ++done_;
+    ++warps_[t.warp].done;
   }
 
   void wait(State state, const char* what, Site site) {
@@ -274,12 +263,10 @@ class BlockRun {
   void yield() { running_->fiber.yield(); }
 
   // The releasing thread goes on at once; the others join the ready ones.
-  template <class Which>
-  void release(Which which) {
-    for (Thread& t : threads_) {
-      if (!which(t)) continue;
-      t.state = State::kReady;
-      if (&t != running_) ready_.push_back(&t);
+  void release(int first, int count) {
+    for (int i = first; i < first + count; ++i) {
+      threads_[i].state = State::kReady;
+      if (&threads_[i] != running_) ready_.push_back(&threads_[i]);
     }
     if (settings.order != Order::kForward) {
       // Whoever arrived last would always go on first; let the order decide instead.
@@ -290,8 +277,11 @@ class BlockRun {
 
   void access_global(const char* at, size_t bytes, bool is_store, Site site) {
     const Range* near = nullptr;
-    for (const Range& r : ranges) {
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      // Accesses to one tensor come in runs: begin with the one that was right last time.
+      const Range& r = ranges[(latest_range_ + i) % ranges.size()];
       if (at >= r.begin && at + bytes <= r.end) {
+        latest_range_ = &r - ranges.data();
         if (is_store && !r.writable) {
           throw error(std::string("store to ") + r.name + ", which is an input", site);
         }
@@ -392,8 +382,9 @@ class BlockRun {
   std::vector<Thread*> ready_;
   std::vector<Allocation> allocations_;
   size_t used_ = 0;
-  int done_ = 0;
+  int done_ = 0, at_barrier_ = 0;
   Thread* running_ = nullptr;
+  size_t latest_range_ = 0;
   std::exception_ptr failure_;
 };
 

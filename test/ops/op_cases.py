@@ -9,7 +9,15 @@ import torch
 from longspark_sglang import ops
 from longspark_sglang.ops import dispatch
 
-EMULATED = ("window_index", "window_index_paged", "window_gather")
+EMULATED = (
+    "accept_chain",
+    "accept_greedy",
+    "draft_sample",
+    "markov_step",
+    "window_gather",
+    "window_index",
+    "window_index_paged",
+)
 LAYOUTS = ("flat", "nhd", "hnd", "strided")
 
 

@@ -93,8 +93,8 @@ def test_minus_infinity_logits_are_never_drawn(backend):
 @each_backend("draft_sample")
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
 def test_draws_follow_the_softmax(backend, temperature):
-    """Chi-square over 4,000 draws of one distribution, each with its own position."""
-    draws, vocab = 4000, 12
+    """Chi-square over many draws of one distribution, each with its own position."""
+    draws, vocab = (1000 if backend == "emulation" else 4000), 12
     case = case_of([temperature], vocab=vocab)
     case = {
         name: value.expand(draws, *value.shape[1:]).contiguous()

@@ -70,4 +70,96 @@ struct WindowGather {
 };
 void window_gather(const WindowGather& p, Stream stream);
 
+// ---- Markov correction, draft sampling, acceptance
+// -----------------------------------------------
+
+// Tokens per range: each range of the vocabulary is reduced by one block to one partial result.
+constexpr int kRangeTokens = 512;
+// Tokens per tile of the final draw.
+constexpr int kTileTokens = 1024;
+
+constexpr int num_ranges(int vocab) { return (vocab + kRangeTokens - 1) / kRangeTokens; }
+constexpr int num_tiles(int vocab) { return (vocab + kTileTokens - 1) / kTileTokens; }
+
+// Corrected logits of one slot per request: base + W2 . W1[prev].
+struct Markov {
+  Dtype logits_dtype, weights_dtype;
+  const void* logits;  // row b begins at b * logits_stride + slots[b] * slot_stride
+  int64_t logits_stride, slot_stride;
+  const int32_t* slots;  // [batch], or null: 0 for all; below 0: nobody needs this request's row
+  const int64_t* prev;   // [batch]
+  const void* w1;        // [vocab, rank], rows w1_stride apart
+  const void* w2;        // [vocab, rank], rows w2_stride apart
+  int64_t w1_stride, w2_stride;
+  int batch, vocab, rank;
+  bool tensor_cores;   // 16-bit weights in aligned rows of a multiple of 32 elements
+  bool vector_logits;  // rows of logits are aligned to 8 elements
+};
+
+struct MarkovStep {
+  Markov markov;
+  float* out;  // [batch, vocab]
+};
+void markov_step(const MarkovStep& p, Stream stream);
+
+// The best token of a part of the vocabulary, and the part's logsumexp of z / T as top + ln(total).
+struct DraftPartial {
+  float score, scaled, top, total;
+  int32_t token;
+};
+
+struct DraftSample {
+  Markov markov;
+  const float* temperature;  // [batch], 0 is greedy
+  const int64_t* seed;       // [batch]
+  const int64_t* position;   // [batch]
+  int vocab_limit;
+  DraftPartial* partials;  // [batch, num_ranges(vocab)], scratch
+  int64_t* token;          // [batch]
+  float* logq;             // [batch]
+};
+void draft_sample(const DraftSample& p, Stream stream);
+
+// top + ln(total) is a logsumexp.
+struct Lse {
+  float top, total;
+};
+// Masses of a tile of the vocabulary.
+struct TileMass {
+  float residual, target;
+};
+
+struct AcceptChain {
+  Markov markov;                // logits, slots and prev are set by the launcher
+  const float* target_probs;    // [batch, block + 1, vocab], contiguous
+  const int64_t* draft_tokens;  // [batch, block], contiguous
+  const float* draft_logq;      // [batch, block], contiguous
+  const int64_t* anchors;       // [batch]
+  const float* temperature;     // [batch]
+  const bool* point_mass;       // [batch]
+  const float* uniforms;        // [batch, block], contiguous
+  const float* uniform_final;   // [batch]
+  const int32_t* limit;         // [batch], 0..block
+  int block, vocab_limit;
+  int32_t* slots;  // [batch], scratch: the rejected slot whose draft distribution is needed, or -1
+  int64_t* prev;   // [batch], scratch: token before that slot
+  void* logits;    // [batch, vocab] of markov.logits_dtype, scratch: corrected logits of that slot
+  Lse* partials;   // [batch, num_ranges(vocab)], scratch
+  float* lse;      // [batch], scratch: logsumexp of logits / T below vocab_limit
+  TileMass* masses;     // [batch, num_tiles(vocab)], scratch
+  int32_t* accepted;    // [batch]
+  int64_t* next_token;  // [batch]
+};
+void accept_chain(const AcceptChain& p, Stream stream);
+
+struct AcceptGreedy {
+  const int64_t* target_tokens;  // [batch, block + 1], contiguous
+  const int64_t* draft_tokens;   // [batch, block], contiguous
+  const int32_t* limit;          // [batch]
+  int batch, block;
+  int32_t* accepted;    // [batch]
+  int64_t* next_token;  // [batch]
+};
+void accept_greedy(const AcceptGreedy& p, Stream stream);
+
 }  // namespace longspark
