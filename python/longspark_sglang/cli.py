@@ -25,6 +25,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "longspark_sglang.verify",
         "does a running server speculate, and exactly?",
     ),
+    "data": (
+        "longspark_sglang.training.data_command",
+        "let a target answer prompts, and pack its answers for training",
+    ),
+    "train": (
+        "longspark_sglang.training.train_command",
+        "train a drafter for a target",
+    ),
+    "eval": (
+        "longspark_sglang.training.eval_command",
+        "accept length of a drafter, offline",
+    ),
 }
 
 EXIT_PROBLEM = 1

@@ -11,10 +11,9 @@ import torch
 from longspark_sglang.drafter import summary_of
 from longspark_sglang.training import forward
 from longspark_sglang.training.anchors import labels_of
+from longspark_sglang.training.config import TrainingError, check_views
 from longspark_sglang.training.forward import (
-    TrainingError,
     base_logits_at,
-    check_views,
     corrected_logits,
     prefix_summaries,
     target_logits_at,

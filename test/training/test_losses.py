@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from longspark_sglang.config import ConfigError
+from longspark_sglang.training.config import DEFAULT_LOSS
 from longspark_sglang.training.losses import (
-    DEFAULT_LOSS,
     LOSSES,
     parse_mixture,
     slot_losses,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from longspark_sglang.config import LongSparkError
 from longspark_sglang.drafter import (
     LongSparkDrafter,
     TargetParts,
@@ -26,13 +25,8 @@ from longspark_sglang.drafter import (
 from longspark_sglang.drafter.parts import wide_dtype
 from longspark_sglang.training.anchors import window_rows
 
-VIEWS = ("window", "summary", "boundary", "markov")
 # Rows scored at a time in the backward scan: bounds its memory.
 CHUNK_ROWS = 512
-
-
-class TrainingError(LongSparkError):
-    """Training or evaluation cannot run as asked; each reason names the setting and the fix."""
 
 
 @dataclass(frozen=True)
@@ -221,13 +215,3 @@ def target_logits_at(
     position = anchors[:, None] + torch.arange(slots, device=anchors.device)
     hidden = views.hidden[position.clamp(max=len(views.hidden) - 1)]
     return F.linear(hidden, target.lm_head.to(hidden.dtype))
-
-
-def check_views(without: Collection[str]) -> None:
-    """TrainingError for a name that is none of `VIEWS`."""
-    unknown = sorted(set(without) - set(VIEWS))
-    if unknown:
-        raise TrainingError(
-            "no such view",
-            [f"--without {name}: use one of {', '.join(VIEWS)}" for name in unknown],
-        )

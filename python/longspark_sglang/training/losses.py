@@ -22,9 +22,6 @@ import torch
 from longspark_sglang.config import ConfigError
 from longspark_sglang.drafter.parts import wide_dtype
 
-DEFAULT_LOSS = "0.1*ce+0.9*l1"
-DEFAULT_GAMMA = 4.0
-
 _Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -1,0 +1,222 @@
+"""`longspark eval`: accept length of a drafter, offline, by the law of serving.
+
+The answers of the data are replayed. Given that token x was emitted where the target has
+probability p(x) and the drafter q(x), speculative sampling took it from an accepted draft with
+probability min(p, q)(x) / p(x) = min(1, q(x) / p(x)); at temperature 0 that is 1 if x is the
+drafter's argmax, else 0. So the rounds in which serving would have emitted the same answer form a
+Markov chain over its positions, and its expectations are summed here exactly, without drawing.
+
+This holds for answers drawn at the temperature in question; at another one the figures describe
+acceptance along these answers, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspark_sglang.drafter import LongSparkDrafter, TargetParts
+from longspark_sglang.drafter.parts import wide_dtype
+from longspark_sglang.training.anchors import labels_of, possible_anchors
+from longspark_sglang.training.config import TrainingError, check_views
+from longspark_sglang.training.data import PackedData, PackedSequence
+from longspark_sglang.training.features import Features
+from longspark_sglang.training.forward import (
+    SequenceViews,
+    base_logits_at,
+    corrected_logits,
+    prefix_summaries,
+    target_logits_at,
+)
+
+_BOOTSTRAPS = 1000
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Expected rounds of one answer.
+
+    Attributes:
+        tokens: emitted after the first one.
+        rounds: expected number.
+        reached, accepted: per slot [K] float64, expected rounds whose drafts before the slot were
+            all accepted, and those in which its own was too. Slots beyond the answer's end do not
+            count.
+    """
+
+    tokens: int
+    rounds: float
+    reached: torch.Tensor
+    accepted: torch.Tensor
+
+
+@torch.no_grad()
+def accept_chances(
+    drafter: LongSparkDrafter,
+    views: SequenceViews,
+    sequence: PackedSequence,
+    target: TargetParts,
+    temperature: float,
+    without: Collection[str] = (),
+    group: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chance that each slot's draft is accepted, given that all before it were.
+
+    Returns anchors [A] int64 (every possible one, ascending) and chances [A, K] float64, 0 where
+    the answer has no token for the slot.
+    """
+    device = views.hidden.device
+    ids, response = sequence.ids.to(device), sequence.response.to(device)
+    slots = drafter.config.num_draft_tokens
+    anchors = possible_anchors(response)
+    chances = [torch.zeros(0, slots, dtype=torch.float64)]
+    limit = target.vocab_limit or drafter.config.vocab_size
+    for some in anchors.split(group):
+        labels, prev, valid = labels_of(ids, response, some, slots)
+        # Anchors of a group are neighbours: each group starts its scan anew, so that the memory
+        # does not grow with their number.
+        summary = prefix_summaries(drafter.summary_queries, views.key, views.value, some)
+        base = base_logits_at(drafter, views, ids, some, summary, target, without)
+        logits = corrected_logits(drafter, base, prev, without)[..., :limit]
+        if temperature == 0:
+            chance = (logits.argmax(-1) == labels).double()
+        else:
+            wanted = target_logits_at(views, some, slots, target)[..., :limit]
+            log_q = _log_softmax(logits, temperature).gather(-1, labels[..., None])[..., 0]
+            log_p = _log_softmax(wanted, temperature).gather(-1, labels[..., None])[..., 0]
+            chance = (log_q - log_p).clamp(max=0).exp().double()
+        chances.append(torch.where(valid, chance, 0.0).cpu())
+    return anchors.cpu(), torch.cat(chances)
+
+
+def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (logits.to(wide_dtype(logits)) / temperature).log_softmax(-1)
+
+
+def replay(anchors: torch.Tensor, chances: torch.Tensor, last: int) -> Replay:
+    """Expected rounds from the first anchor to the last token's position ``last``.
+
+    Args:
+        anchors: [A] int64, all consecutive positions from the first anchor to last - 1.
+        chances: [A, K], of `accept_chances`.
+    """
+    count, slots = chances.shape
+    reached, accepted = torch.zeros(2, slots, dtype=torch.float64)
+    if count == 0:
+        return Replay(0, 0.0, reached, accepted)
+    first = int(anchors[0])
+    starts = torch.zeros(count + slots + 1, dtype=torch.float64)  # expected rounds begun there
+    starts[0] = 1.0
+    for i in range(count):
+        left = min(slots, count - i)
+        run = torch.cat((torch.ones(1, dtype=torch.float64), chances[i, :left].cumprod(0)))
+        reached[:left] += starts[i] * run[:-1]
+        accepted[:left] += starts[i] * run[1:]
+        # Exactly n accepted: the next round begins n + 1 positions on.
+        exactly = run - torch.cat((run[1:], torch.zeros(1, dtype=torch.float64)))
+        starts[i + 1 : i + 2 + left] += starts[i] * exactly
+    return Replay(last - first, float(starts[:count].sum()), reached, accepted)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures over many answers: accept length (bonus included), its 95% interval, slots."""
+
+    accept_length: float
+    low: float
+    high: float
+    per_slot: list[float]
+    sequences: int
+    rounds: float
+
+    @classmethod
+    def of(cls, replays: Sequence[Replay]) -> Summary:
+        """Pool the rounds of all answers; the interval is a bootstrap over answers (seed 0)."""
+        used = [r for r in replays if r.rounds > 0]
+        if not used:
+            raise TrainingError("nothing to evaluate", ["no answer has two tokens or more"])
+        tokens = torch.tensor([float(r.tokens) for r in used], dtype=torch.float64)
+        rounds = torch.tensor([r.rounds for r in used], dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(len(used), (_BOOTSTRAPS, len(used)), generator=generator)
+        lengths = (tokens[drawn].sum(1) / rounds[drawn].sum(1)).sort().values
+        reached = torch.stack([r.reached for r in used]).sum(0)
+        accepted = torch.stack([r.accepted for r in used]).sum(0)
+        return cls(
+            accept_length=float(tokens.sum() / rounds.sum()),
+            low=float(lengths[int(0.025 * _BOOTSTRAPS)]),
+            high=float(lengths[int(0.975 * _BOOTSTRAPS) - 1]),
+            per_slot=(accepted / reached.clamp(min=1e-12)).tolist(),
+            sequences=len(used),
+            rounds=float(rounds.sum()),
+        )
+
+
+def evaluate(
+    drafter: LongSparkDrafter,
+    features: Features,
+    sequences: Sequence[PackedSequence],
+    target: TargetParts,
+    temperature: float,
+    without: Collection[str] = (),
+) -> Summary:
+    """Replay the answers of ``sequences``."""
+    replays = []
+    for sequence in sequences:
+        views = features.of(sequence.ids)
+        chances = accept_chances(drafter, views, sequence, target, temperature, without)
+        replays.append(replay(*chances, last=len(sequence.ids) - 1))
+    return Summary.of(replays)
+
+
+def load_target(name: str, dtype: str | None, device: str | None) -> Any:
+    """A transformers model by folder or hub id, frozen.
+
+    By default on the GPU in bfloat16, without one on the CPU in float32.
+    """
+    from transformers import AutoModelForCausalLM
+
+    cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    device = device or ("cuda" if cuda else "cpu")
+    dtype = dtype or ("bfloat16" if cuda else "float32")
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    return model.to(device).eval().requires_grad_(False)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`longspark eval`: print the table; returns the exit code."""
+    check_views(options.without)
+
+    data = {folder: PackedData.load(folder) for folder in options.data}
+    model = load_target(options.target, options.dtype, options.device)
+    drafter = LongSparkDrafter.from_pretrained(options.draft, dtype=model.dtype).to(model.device)
+    target = TargetParts.from_hf(model)
+    features = Features(model, drafter.config)
+    table = []
+    print(f"{'data':<20} {'without':<9} {'T':>4} {'answers':>7} {'tau':>6}  95%          per slot")
+    for folder, packed in data.items():
+        sequences = packed.sequences[options.split][: options.limit]
+        for temperature in options.temperature:
+            drawn_at = packed.temperatures
+            exact = drawn_at == [temperature]
+            for ablated in ([], *([name] for name in options.without)):
+                found = evaluate(drafter, features, sequences, target, temperature, ablated)
+                row = {"data": folder, "without": ablated, "temperature": temperature}
+                table.append({**row, "law_of_serving": exact, **vars(found)})
+                slots = " ".join(f"{share:.2f}" for share in found.per_slot)
+                print(
+                    f"{Path(folder).name:<20} {','.join(ablated) or '-':<9} {temperature:>4g} "
+                    f"{found.sequences:>7} {found.accept_length:>6.3f}  "
+                    f"{found.low:.3f}..{found.high:.3f} {slots}"
+                    + ("" if exact else f"  (answers drawn at T = {drawn_at})"),
+                    flush=True,
+                )
+    if options.json:
+        Path(options.json).write_text(json.dumps(table, indent=2) + "\n")
+    return 0
