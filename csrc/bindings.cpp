@@ -92,6 +92,36 @@ int to_int(int64_t value) {
   return static_cast<int>(value);
 }
 
+int64_t address(const Tensor& tensor) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()));
+}
+
+Dtype dtype_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return Dtype::kFloat32;
+    case at::kBFloat16:
+      return Dtype::kBfloat16;
+    case at::kHalf:
+      return Dtype::kFloat16;
+    default:
+      TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, not ", tensor.scalar_type());
+  }
+}
+
+// Whether rows that begin at multiples of `strides` elements can be read `elements` at a time.
+bool is_aligned(const Tensor& tensor, std::initializer_list<int64_t> strides, int64_t elements) {
+  bool aligned = address(tensor) % (elements * tensor.element_size()) == 0;
+  for (int64_t stride : strides) aligned = aligned && stride % elements == 0;
+  return aligned;
+}
+
+// Bytes of scratch memory for `count` items of T.
+template <class T>
+Tensor scratch_for(int64_t count, const Tensor& like) {
+  return at::empty({count * static_cast<int64_t>(sizeof(T))}, like.options().dtype(at::kByte));
+}
+
 PoolLayout layout_of(const Tensor& pool) {
   if (pool.dim() == 3) return {1, pool.stride(0), 0, pool.stride(1)};
   return {to_int(pool.size(1)), pool.stride(0), pool.stride(1), pool.stride(2)};
@@ -166,10 +196,6 @@ int common_unit(std::initializer_list<int64_t> byte_offsets) {
   return static_cast<int>(divisor);
 }
 
-int64_t address(const Tensor& tensor) {
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()));
-}
-
 void window_gather_op(TensorList key_pools, TensorList value_pools, const Tensor& rows,
                       const Tensor& lens, const Tensor& seq_lens, Tensor& out_key,
                       Tensor& out_value) {
@@ -209,28 +235,181 @@ void window_gather_op(TensorList key_pools, TensorList value_pools, const Tensor
   window_gather(p, call.stream());
 }
 
+// ---- The summary
+// ---------------------------------------------------------------------------------
+
+bool are_pools_aligned(TensorList pools, int64_t elements) {
+  return std::all_of(pools.begin(), pools.end(), [&](const Tensor& pool) {
+    int64_t last = pool.dim() - 1;
+    for (int64_t i = 0; i < last; ++i) {
+      if (pool.stride(i) % elements) return false;
+    }
+    return pool.size(last) % elements == 0 && is_aligned(pool, {}, elements);
+  });
+}
+
+bool has_tensor_core_dim(int64_t dim) { return dim == 64 || dim == 128 || dim == 256; }
+
+Summary summary_of(const Call& call, const Tensor& queries, TensorList key_pools,
+                   TensorList value_pools, Tensor& state_value, Tensor& state_lse,
+                   const Tensor& slots, double scale) {
+  check_rows_contiguous(queries, "queries", 0);
+  check_rows_contiguous(state_value, "state_value", 3);
+  check_rows_contiguous(state_lse, "state_lse", 3);
+  check_rows_contiguous(slots, "slots", 0);
+  Summary p;
+  p.dtype = dtype_of(queries, "queries");
+  p.queries = call.in(queries, "queries");
+  p.pools = layer_pools(call, key_pools, value_pools);
+  TORCH_CHECK(key_pools[0].scalar_type() == queries.scalar_type(),
+              "key_pools must have the dtype of", " queries");
+  p.layers = to_int(queries.size(0));
+  p.heads = to_int(queries.size(1));
+  p.slots = to_int(queries.size(2));
+  p.dim = to_int(queries.size(3));
+  p.kv_heads = to_int(key_pools[0].size(-2));
+  TORCH_CHECK(p.layers == static_cast<int>(key_pools.size()), "one pool per layer of queries");
+  TORCH_CHECK(p.heads % p.kv_heads == 0, p.heads, " query heads on ", p.kv_heads, " KV heads");
+  p.scale = static_cast<float>(scale);
+  p.state_value = call.out<float>(state_value, "state_value");
+  p.state_lse = call.out<float>(state_lse, "state_lse");
+  p.value_state_stride = state_value.stride(0);
+  p.value_layer_stride = state_value.stride(1);
+  p.value_head_stride = state_value.stride(2);
+  p.lse_state_stride = state_lse.stride(0);
+  p.lse_layer_stride = state_lse.stride(1);
+  p.lse_head_stride = state_lse.stride(2);
+  p.state_rows = call.in<int64_t>(slots, "slots");
+  p.batch = to_int(slots.size(0));
+  p.vector_rows =
+      are_pools_aligned(key_pools, 4) && are_pools_aligned(value_pools, 4) &&
+      is_aligned(queries, {}, 4) &&
+      is_aligned(state_value, {p.value_state_stride, p.value_layer_stride, p.value_head_stride}, 4);
+  return p;
+}
+
+void summary_merge_op(const Tensor& queries, TensorList key_pools, TensorList value_pools,
+                      const Tensor& rows, const Tensor& counts, Tensor& state_value,
+                      Tensor& state_lse, const Tensor& slots, double scale) {
+  Call call(queries);
+  check_rows_contiguous(rows, "rows", 1);
+  check_rows_contiguous(counts, "counts", 0);
+  SummaryMerge p;
+  p.summary =
+      summary_of(call, queries, key_pools, value_pools, state_value, state_lse, slots, scale);
+  p.rows = call.in<int32_t>(rows, "rows");
+  p.rows_stride = rows.stride(0);
+  p.columns = to_int(rows.size(1));
+  p.counts = call.in<int32_t>(counts, "counts");
+  summary_merge(p, call.stream());
+}
+
+void summary_merge_bulk_op(const Tensor& queries, TensorList key_pools, TensorList value_pools,
+                           const Tensor& rows, const Tensor& indptr, Tensor& state_value,
+                           Tensor& state_lse, const Tensor& slots, double scale) {
+  // A chunk keeps one block busy for long enough to be worth its partial state; the number of
+  // chunks is bounded, so that scratch memory is too.
+  constexpr int64_t kLeastChunkRows = 512, kMostChunks = 16;
+  Call call(queries);
+  check_rows_contiguous(rows, "rows", 0);
+  check_rows_contiguous(indptr, "indptr", 0);
+  if (rows.numel() == 0) return;
+  SummaryMergeBulk p;
+  p.summary =
+      summary_of(call, queries, key_pools, value_pools, state_value, state_lse, slots, scale);
+  p.rows = call.in<int32_t>(rows, "rows");
+  bool is_wide = indptr.scalar_type() == at::kLong;
+  p.indptr = is_wide ? nullptr : call.in<int32_t>(indptr, "indptr");
+  p.indptr_wide = is_wide ? call.in<int64_t>(indptr, "indptr") : nullptr;
+  int64_t total = rows.size(0);
+  int64_t chunk = std::max(kLeastChunkRows, (total + kMostChunks - 1) / kMostChunks);
+  p.chunk_rows = to_int((chunk + 15) / 16 * 16);
+  p.segments = to_int((total + p.chunk_rows - 1) / p.chunk_rows + p.summary.batch);
+  Tensor partial_value =
+      at::empty({p.segments, p.summary.layers, p.summary.heads, p.summary.slots, p.summary.dim},
+                state_value.options());
+  Tensor partial_lse = at::empty({p.segments, p.summary.layers, p.summary.heads, p.summary.slots},
+                                 state_lse.options());
+  p.partial_value = call.out<float>(partial_value, "partial_value");
+  p.partial_lse = call.out<float>(partial_lse, "partial_lse");
+  p.tensor_cores = p.summary.dtype != Dtype::kFloat32 && has_tensor_core_dim(p.summary.dim) &&
+                   are_pools_aligned(key_pools, 8) && are_pools_aligned(value_pools, 8) &&
+                   is_aligned(queries, {}, 8);
+  summary_merge_bulk(p, call.stream());
+}
+
+// ---- The block's attention
+// -----------------------------------------------------------------------
+
+Tensor block_attention_op(const Tensor& query, const Tensor& summary_key,
+                          const Tensor& summary_value, const Tensor& slots, const Tensor& key_pool,
+                          const Tensor& value_pool, const Tensor& rows, const Tensor& lens,
+                          const Tensor& block_key, const Tensor& block_value, double scale) {
+  Call call(query);
+  check_rows_contiguous(query, "query", 3);
+  check_rows_contiguous(summary_key, "summary_key", 1);
+  check_rows_contiguous(summary_value, "summary_value", 2);
+  check_rows_contiguous(slots, "slots", 0);
+  check_rows_contiguous(rows, "rows", 1);
+  check_rows_contiguous(lens, "lens", 0);
+  check_rows_contiguous(block_key, "block_key", 3);
+  check_rows_contiguous(block_value, "block_value", 3);
+  TORCH_CHECK(key_pool.strides() == value_pool.strides(), "pools of different layouts");
+  for (const Tensor* tensor : {&summary_key, &key_pool, &value_pool, &block_key, &block_value}) {
+    TORCH_CHECK(tensor->scalar_type() == query.scalar_type(), "all dtypes must be the query's");
+  }
+  Tensor out = at::empty(query.sizes(), query.options());
+  if (out.numel() == 0) return out;
+  BlockAttention p;
+  p.dtype = dtype_of(query, "query");
+  p.query = call.in(query, "query");
+  p.query_batch_stride = query.stride(0);
+  p.query_slot_stride = query.stride(1);
+  p.query_head_stride = query.stride(2);
+  p.summary_key = call.in(summary_key, "summary_key");
+  p.summary_key_head_stride = summary_key.stride(0);
+  p.summary_value = call.in<float>(summary_value, "summary_value");
+  p.summary_value_state_stride = summary_value.stride(0);
+  p.summary_value_head_stride = summary_value.stride(1);
+  p.state_rows = call.in<int64_t>(slots, "slots");
+  p.key_pool = call.in(key_pool, "key_pool");
+  p.value_pool = call.in(value_pool, "value_pool");
+  p.layout = layout_of(key_pool);
+  p.rows = call.in<int32_t>(rows, "rows");
+  p.rows_stride = rows.stride(0);
+  p.lens = call.in<int32_t>(lens, "lens");
+  p.block_key = call.in(block_key, "block_key");
+  p.block_value = call.in(block_value, "block_value");
+  p.key_batch_stride = block_key.stride(0);
+  p.key_slot_stride = block_key.stride(1);
+  p.key_head_stride = block_key.stride(2);
+  p.value_batch_stride = block_value.stride(0);
+  p.value_slot_stride = block_value.stride(1);
+  p.value_head_stride = block_value.stride(2);
+  p.batch = to_int(query.size(0));
+  p.block = to_int(query.size(1));
+  p.heads = to_int(query.size(2));
+  p.dim = to_int(query.size(3));
+  p.kv_heads = to_int(block_key.size(2));
+  p.slots = to_int(summary_key.size(1));
+  TORCH_CHECK(p.heads % p.kv_heads == 0, p.heads, " query heads on ", p.kv_heads, " KV heads");
+  p.scale = static_cast<float>(scale);
+  p.out = call.out(out, "out");
+  p.tensor_cores =
+      p.dtype != Dtype::kFloat32 && has_tensor_core_dim(p.dim) && p.block <= 16 &&
+      are_pools_aligned({key_pool, value_pool}, 8) &&
+      is_aligned(summary_key, {summary_key.stride(0)}, 8) &&
+      is_aligned(query, {query.stride(0), query.stride(1), query.stride(2)}, 8) &&
+      is_aligned(block_key, {block_key.stride(0), block_key.stride(1), block_key.stride(2)}, 8) &&
+      is_aligned(block_value, {block_value.stride(0), block_value.stride(1), block_value.stride(2)},
+                 8) &&
+      is_aligned(summary_value, {summary_value.stride(0), summary_value.stride(1)}, 4);
+  block_attention(p, call.stream());
+  return out;
+}
+
 // ---- Markov correction, draft sampling, acceptance
 // -----------------------------------------------
-
-Dtype dtype_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return Dtype::kFloat32;
-    case at::kBFloat16:
-      return Dtype::kBfloat16;
-    case at::kHalf:
-      return Dtype::kFloat16;
-    default:
-      TORCH_CHECK(false, name, " must be float32, bfloat16 or float16, not ", tensor.scalar_type());
-  }
-}
-
-// Whether rows that begin at multiples of `strides` elements can be read `elements` at a time.
-bool is_aligned(const Tensor& tensor, std::initializer_list<int64_t> strides, int64_t elements) {
-  bool aligned = address(tensor) % (elements * tensor.element_size()) == 0;
-  for (int64_t stride : strides) aligned = aligned && stride % elements == 0;
-  return aligned;
-}
 
 Markov markov_of(const Call& call, const Tensor& logits, const Tensor& markov_w1,
                  const Tensor& markov_w2) {
@@ -273,12 +452,6 @@ Tensor markov_step_op(const Tensor& base_logits, const Tensor& prev, const Tenso
   p.out = call.out<float>(out, "out");
   markov_step(p, call.stream());
   return out;
-}
-
-// Bytes of scratch memory for `count` items of T.
-template <class T>
-Tensor scratch_for(int64_t count, const Tensor& like) {
-  return at::empty({count * static_cast<int64_t>(sizeof(T))}, like.options().dtype(at::kByte));
 }
 
 std::tuple<Tensor, Tensor> draft_sample_op(const Tensor& base_logits, const Tensor& prev,
@@ -380,6 +553,9 @@ std::tuple<Tensor, Tensor> accept_greedy_op(const Tensor& target_tokens, const T
 }
 
 void implement(torch::Library& m) {
+  m.impl("summary_merge", summary_merge_op);
+  m.impl("summary_merge_bulk", summary_merge_bulk_op);
+  m.impl("block_attention", block_attention_op);
   m.impl("markov_step", markov_step_op);
   m.impl("draft_sample", draft_sample_op);
   m.impl("accept_chain", accept_chain_op);

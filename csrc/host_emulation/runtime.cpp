@@ -86,7 +86,10 @@ thread_local std::unique_ptr<Arena> arena;
 class BlockRun {
  public:
   BlockRun(dim3 grid, dim3 block, size_t dynamic_bytes, const std::function<void()>& kernel)
-      : kernel_(kernel), count_(block.x), dynamic_bytes_(dynamic_bytes), threads_(block.x) {
+      : kernel_(kernel),
+        count_(block.x),
+        dynamic_bytes_((dynamic_bytes + 127) / 128 * 128),
+        threads_(block.x) {
     if (block.y != 1 || block.z != 1 || count_ % kWarpSize || count_ == 0 || count_ > 1024) {
       throw std::runtime_error("emulation: block size " + describe(block) +
                                " is not a multiple of 32 up to 1024 in x alone");
@@ -135,7 +138,7 @@ class BlockRun {
     return arena->base + begin;
   }
 
-  void* dynamic_shared() { return arena->base + kArenaBytes - dynamic_bytes_; }
+  void* dynamic_shared() { return arena->base + kArenaBytes - dynamic_bytes_; }  // 128-byte aligned
 
   void access(const void* address, size_t bytes, size_t alignment, bool is_store, Site site) {
     if (reinterpret_cast<uintptr_t>(address) % alignment) {

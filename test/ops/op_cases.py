@@ -12,8 +12,11 @@ from longspark_sglang.ops import dispatch
 EMULATED = (
     "accept_chain",
     "accept_greedy",
+    "block_attention",
     "draft_sample",
     "markov_step",
+    "summary_merge",
+    "summary_merge_bulk",
     "window_gather",
     "window_index",
     "window_index_paged",

@@ -53,7 +53,7 @@ struct LseShared {
 };
 
 // Corrected logits of the rejected slots, and the logsumexp of logits / T, range by range.
-template <class W, class L, bool kTensorCores>
+template <class W, bool kTensorCores>
 __global__ void __launch_bounds__(kMarkovThreads) accept_logits_kernel(AcceptChain p) {
   LONGSPARK_SHARED(LseShared, shared);
   int first_request = blockIdx.x * kMarkovRequests;
@@ -72,17 +72,19 @@ __global__ void __launch_bounds__(kMarkovThreads) accept_logits_kernel(AcceptCha
   for (int i = warp_id(); i < kRangeTokens / kMarkovTokens; i += kMarkovThreads / 32) {
     int first_token = blockIdx.y * kRangeTokens + i * kMarkovTokens;
     float z[2][8];
-    markov_tile<W, L, kTensorCores>(p.markov, first_request, first_token, z);
+    markov_tile<W, kTensorCores>(p.markov, first_request, first_token, z);
     int first = first_token + 8 * (lane_id() % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int b = first_request + lane_id() / 4 + 8 * half;
       if (b >= p.markov.batch || load(p.slots + b) < 0) continue;
-      L* out = static_cast<L*>(p.logits) + static_cast<int64_t>(b) * p.markov.vocab + first;
+      int64_t out = static_cast<int64_t>(b) * p.markov.vocab + first;
       Lse part = lse_of_nothing();
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if (first + i < p.markov.vocab) store(out + i, from_float<L>(z[half][i]));
+        if (first + i < p.markov.vocab) {
+          store_float(p.markov.logits_dtype, p.logits, out + i, z[half][i]);
+        }
         if (first + i < p.vocab_limit) part.top = fmaxf(part.top, z[half][i] * inverse[half]);
       }
       if (part.top == minus_infinity()) continue;
@@ -120,7 +122,6 @@ struct DrawSource {
   float inverse_temperature, lse;
 };
 
-template <class L>
 __device__ __forceinline__ DrawSource draw_source(const AcceptChain& p, int b) {
   int accepted = load(p.accepted + b);
   DrawSource source;
@@ -135,7 +136,6 @@ __device__ __forceinline__ DrawSource draw_source(const AcceptChain& p, int b) {
 }
 
 // Target probability of a token, and max(p - q, 0).
-template <class L>
 __device__ __forceinline__ TileMass token_mass(const AcceptChain& p, const DrawSource& source,
                                                int b, int token) {
   if (token >= p.markov.vocab) return {0.0f, 0.0f};
@@ -145,8 +145,9 @@ __device__ __forceinline__ TileMass token_mass(const AcceptChain& p, const DrawS
   if (source.is_point) {
     q = token == source.token ? 1.0f : 0.0f;
   } else if (token < p.vocab_limit) {
-    const L* logits = static_cast<const L*>(p.logits) + static_cast<int64_t>(b) * p.markov.vocab;
-    q = expf(to_float(load(logits + token)) * source.inverse_temperature - source.lse);
+    int64_t at = static_cast<int64_t>(b) * p.markov.vocab + token;
+    float z = load_float(p.markov.logits_dtype, p.logits, at);
+    q = expf(z * source.inverse_temperature - source.lse);
   }
   return {fmaxf(target - q, 0.0f), target};
 }
@@ -157,11 +158,10 @@ struct WeighShared {
 };
 
 // One tile of the vocabulary of one request.
-template <class L>
 __global__ void __launch_bounds__(kTileThreads) accept_weigh_kernel(AcceptChain p, int ranges) {
   LONGSPARK_SHARED(WeighShared, shared);
   int tile = blockIdx.x, b = blockIdx.y;
-  DrawSource source = draw_source<L>(p, b);
+  DrawSource source = draw_source(p, b);
   if (source.is_rejected && !source.is_point) {
     Lse all = lse_of_nothing();
     for (int i = threadIdx.x; i < ranges; i += kTileThreads) {
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kTileThreads) accept_weigh_kernel(AcceptChain 
   int first = tile * kTileTokens + threadIdx.x * kTokensPerThread;
 #pragma unroll
   for (int i = 0; i < kTokensPerThread; ++i) {
-    TileMass one = token_mass<L>(p, source, b, first + i);
+    TileMass one = token_mass(p, source, b, first + i);
     mass.residual += one.residual;
     mass.target += one.target;
   }
@@ -207,11 +207,10 @@ struct DrawShared {
 // One block per request. A token is drawn in two steps: the tile in which the cumulative sum passes
 // the aim, then the token within it. Wherever rounding leaves no token behind the aim, the last one
 // with any weight is taken, so a token of weight 0 is never drawn.
-template <class L>
 __global__ void __launch_bounds__(kTileThreads) accept_draw_kernel(AcceptChain p, int tiles) {
   LONGSPARK_SHARED(DrawShared, shared);
   int b = blockIdx.x;
-  DrawSource source = draw_source<L>(p, b);
+  DrawSource source = draw_source(p, b);
   if (source.is_rejected && !source.is_point) source.lse = load(p.lse + b);
 
   if (warp_id() == 0) {
@@ -265,7 +264,7 @@ __global__ void __launch_bounds__(kTileThreads) accept_draw_kernel(AcceptChain p
   float weight[kTokensPerThread], sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kTokensPerThread; ++i) {
-    TileMass mass = token_mass<L>(p, source, b, first + i);
+    TileMass mass = token_mass(p, source, b, first + i);
     weight[i] = from_residual ? mass.residual : mass.target;
     sum += weight[i];
   }

@@ -61,7 +61,7 @@ struct DraftShared {
 };
 
 // One range of the vocabulary for 16 requests -> one partial result per request.
-template <class W, class L, bool kTensorCores>
+template <class W, bool kTensorCores>
 __global__ void __launch_bounds__(kMarkovThreads) draft_scan_kernel(DraftSample p) {
   LONGSPARK_SHARED(DraftShared, shared);
   int first_request = blockIdx.x * kMarkovRequests;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kMarkovThreads) draft_scan_kernel(DraftSample 
   for (int i = warp_id(); i < kRangeTokens / kMarkovTokens; i += kDraftWarps) {
     int first_token = blockIdx.y * kRangeTokens + i * kMarkovTokens;
     float z[2][8];
-    markov_tile<W, L, kTensorCores>(p.markov, first_request, first_token, z);
+    markov_tile<W, kTensorCores>(p.markov, first_request, first_token, z);
     int first = first_token + 8 * (lane_id() % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

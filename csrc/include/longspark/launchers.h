@@ -70,6 +70,79 @@ struct WindowGather {
 };
 void window_gather(const WindowGather& p, Stream stream);
 
+// ---- The summary
+// ---------------------------------------------------------------------------------
+
+// The learned queries and the state they accumulate. R is `slots`, the summary slots of a head.
+struct Summary {
+  Dtype dtype;          // of queries and pools
+  const void* queries;  // [layers, heads, slots, dim], contiguous
+  LayerPools pools;
+  int layers, heads, kv_heads, slots, dim;
+  float scale;
+  float* state_value;  // [states, layers, heads, slots, dim]; slots and dim contiguous
+  float* state_lse;    // [states, layers, heads, slots]; slots contiguous
+  int64_t value_state_stride, value_layer_stride, value_head_stride;
+  int64_t lse_state_stride, lse_layer_stride, lse_head_stride;
+  const int64_t* state_rows;  // [batch]
+  int batch;
+  bool vector_rows;  // rows of pools and queries are aligned to 4 elements, dim is a multiple of 4
+};
+
+struct SummaryMerge {
+  Summary summary;
+  const int32_t* rows;  // [batch, columns], rows rows_stride apart
+  int64_t rows_stride;
+  int columns;
+  const int32_t* counts;  // [batch], 0..columns
+};
+void summary_merge(const SummaryMerge& p, Stream stream);
+
+// The rows of all requests, one request after the other, are cut into chunks of chunk_rows. A
+// segment is the part of a chunk that belongs to one request; the segment of chunk c and request b
+// is number c + b, which is different for different segments, so the host can count on
+// ceil(total_rows / chunk_rows) + batch of them without knowing where requests begin.
+struct SummaryMergeBulk {
+  Summary summary;
+  const int32_t* rows;         // [total_rows]
+  const int32_t* indptr;       // [batch + 1], or null:
+  const int64_t* indptr_wide;  // the same in 64 bits
+  int chunk_rows, segments;
+  float* partial_value;  // [segments, layers, heads, slots, dim], scratch
+  float* partial_lse;    // [segments, layers, heads, slots], scratch
+  bool tensor_cores;     // 16-bit elements, dim 64, 128 or 256, rows aligned to 8 elements
+};
+void summary_merge_bulk(const SummaryMergeBulk& p, Stream stream);
+
+// ---- The block's attention
+// -----------------------------------------------------------------------
+
+struct BlockAttention {
+  Dtype dtype;
+  const void* query;  // [batch, block, heads, dim]
+  int64_t query_batch_stride, query_slot_stride, query_head_stride;
+  const void* summary_key;  // [heads, slots, dim]; slots and dim contiguous
+  int64_t summary_key_head_stride;
+  const float* summary_value;  // [states, heads, slots, dim]; slots and dim contiguous
+  int64_t summary_value_state_stride, summary_value_head_stride;
+  const int64_t* state_rows;  // [batch]
+  const void* key_pool;
+  const void* value_pool;
+  PoolLayout layout;
+  const int32_t* rows;  // [batch, window], rows rows_stride apart
+  int64_t rows_stride;
+  const int32_t* lens;    // [batch], 0..window
+  const void* block_key;  // [batch, block, kv_heads, dim]
+  const void* block_value;
+  int64_t key_batch_stride, key_slot_stride, key_head_stride;        // of block_key
+  int64_t value_batch_stride, value_slot_stride, value_head_stride;  // of block_value
+  int batch, block, heads, kv_heads, slots, dim;
+  float scale;
+  void* out;          // [batch, block, heads, dim], contiguous
+  bool tensor_cores;  // 16-bit elements, dim 64, 128 or 256, block at most 16, aligned rows
+};
+void block_attention(const BlockAttention& p, Stream stream);
+
 // ---- Markov correction, draft sampling, acceptance
 // -----------------------------------------------
 

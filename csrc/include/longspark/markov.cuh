@@ -77,19 +77,25 @@ __device__ __forceinline__ void markov_product_plain(const Markov& p, int64_t pr
   }
 }
 
+template <class W>
+__device__ __forceinline__ float corrected(const Markov& p, float base, float product) {
+  float rounded_product = rounded(p.logits_dtype, rounded<W>(product));
+  return rounded(p.logits_dtype, base + rounded_product);
+}
+
 // z of this lane's two requests (first_request + g and + 8) at its eight tokens; -inf where there
 // is no such request, nobody needs its row, or no such token.
-template <class W, class L, bool kTensorCores>
+template <class W, bool kTensorCores>
 __device__ __forceinline__ void markov_tile(const Markov& p, int first_request, int first_token,
                                             float (&z)[2][8]) {
   int64_t prev[2];
-  const L* logits[2];
+  int64_t logits[2];  // where the rows begin
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int b = first_request + lane_id() / 4 + 8 * half;
     int slot = b < p.batch ? (p.slots == nullptr ? 0 : load(p.slots + b)) : -1;
     prev[half] = slot >= 0 ? load(p.prev + b) : -1;
-    logits[half] = static_cast<const L*>(p.logits) + b * p.logits_stride + slot * p.slot_stride;
+    logits[half] = b * p.logits_stride + slot * p.slot_stride;
   }
   float product[2][8] = {};
   if constexpr (kTensorCores) {
@@ -105,52 +111,39 @@ __device__ __forceinline__ void markov_tile(const Markov& p, int first_request, 
       for (int i = 0; i < 8; ++i) z[half][i] = minus_infinity();
     } else if (first + 8 <= p.vocab) {
       float base[8];
-      load_floats<8>(logits[half] + first, p.vector_logits, base);
+      load_floats<8>(p.logits_dtype, p.logits, logits[half] + first, p.vector_logits, base);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        z[half][i] = rounded<L>(base[i] + rounded<L>(rounded<W>(product[half][i])));
+        z[half][i] = corrected<W>(p, base[i], product[half][i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         z[half][i] = minus_infinity();
         if (first + i < p.vocab) {
-          float base = to_float(load(logits[half] + first + i));
-          z[half][i] = rounded<L>(base + rounded<L>(rounded<W>(product[half][i])));
+          float base = load_float(p.logits_dtype, p.logits, logits[half] + first + i);
+          z[half][i] = corrected<W>(p, base, product[half][i]);
         }
       }
     }
   }
 }
 
-// Calls `launch_for(W{}, L{}, tensor_cores)` with the types the dtypes name; tensor_cores is an
-// integral constant.
 template <bool value>
 struct Bool {
   static constexpr bool kValue = value;
 };
 
+// Calls launch_for(W{}, Bool<tensor cores?>{}) with the types that the parameters name.
 template <class LaunchFor>
 void with_markov_types(const Markov& p, LaunchFor launch_for) {
-  auto with_logits = [&](auto weights, auto tensor_cores) {
-    switch (p.logits_dtype) {
-      case Dtype::kFloat32:
-        return launch_for(weights, float{}, tensor_cores);
-      case Dtype::kBfloat16:
-        return launch_for(weights, bf16{}, tensor_cores);
-      default:
-        return launch_for(weights, fp16{}, tensor_cores);
-    }
-  };
   switch (p.weights_dtype) {
     case Dtype::kFloat32:
-      return with_logits(float{}, Bool<false>{});
+      return launch_for(float{}, Bool<false>{});
     case Dtype::kBfloat16:
-      return p.tensor_cores ? with_logits(bf16{}, Bool<true>{})
-                            : with_logits(bf16{}, Bool<false>{});
-    default:
-      return p.tensor_cores ? with_logits(fp16{}, Bool<true>{})
-                            : with_logits(fp16{}, Bool<false>{});
+      return p.tensor_cores ? launch_for(bf16{}, Bool<true>{}) : launch_for(bf16{}, Bool<false>{});
+    case Dtype::kFloat16:
+      return p.tensor_cores ? launch_for(fp16{}, Bool<true>{}) : launch_for(fp16{}, Bool<false>{});
   }
 }
 

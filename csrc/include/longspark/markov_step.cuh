@@ -7,12 +7,12 @@ namespace longspark {
 
 // A block does 16 requests x 256 tokens. Requests vary fastest over the grid, so that blocks that
 // read the same rows of W2 run together and all but the first find them in the cache.
-template <class W, class L, bool kTensorCores>
+template <class W, bool kTensorCores>
 __global__ void __launch_bounds__(kMarkovThreads) markov_step_kernel(MarkovStep p) {
   int first_request = blockIdx.x * kMarkovRequests;
   int first_token = blockIdx.y * (kMarkovThreads / 32 * kMarkovTokens) + warp_id() * kMarkovTokens;
   float z[2][8];
-  markov_tile<W, L, kTensorCores>(p.markov, first_request, first_token, z);
+  markov_tile<W, kTensorCores>(p.markov, first_request, first_token, z);
   int first = first_token + 8 * (lane_id() % 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -86,6 +86,44 @@ __device__ __forceinline__ void load_floats(const T* from, bool is_aligned, floa
   }
 }
 
+// The same for a dtype known at run time. One branch that all threads take alike, instead of
+// another instance of every kernel.
+template <int N>
+__device__ __forceinline__ void load_floats(Dtype dtype, const void* base, int64_t index,
+                                            bool is_aligned, float (&out)[N]) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return load_floats<N>(static_cast<const float*>(base) + index, is_aligned, out);
+    case Dtype::kBfloat16:
+      return load_floats<N>(static_cast<const bf16*>(base) + index, is_aligned, out);
+    case Dtype::kFloat16:
+      return load_floats<N>(static_cast<const fp16*>(base) + index, is_aligned, out);
+  }
+}
+
+__device__ __forceinline__ float load_float(Dtype dtype, const void* base, int64_t index) {
+  float one[1];
+  load_floats<1>(dtype, base, index, true, one);
+  return one[0];
+}
+
+__device__ __forceinline__ float rounded(Dtype dtype, float x) {
+  if (dtype == Dtype::kBfloat16) return rounded<bf16>(x);
+  if (dtype == Dtype::kFloat16) return rounded<fp16>(x);
+  return x;
+}
+
+__device__ __forceinline__ void store_float(Dtype dtype, void* base, int64_t index, float x) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return store(static_cast<float*>(base) + index, x);
+    case Dtype::kBfloat16:
+      return store(static_cast<bf16*>(base) + index, from_float<bf16>(x));
+    case Dtype::kFloat16:
+      return store(static_cast<fp16*>(base) + index, from_float<fp16>(x));
+  }
+}
+
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
