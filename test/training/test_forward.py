@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from longspark_sglang.training.forward import (
     target_logits_at,
 )
 from longspark_sglang.training.losses import slot_losses
+from pairs import FIFTY, PairCache
 from training_cases import Case, make_case
 
 ANCHORS = torch.tensor([1, 5, 6, 11, 20])
@@ -75,10 +77,27 @@ def test_impossible_anchors_are_refused(case: Case, anchors: list[int]) -> None:
         )
 
 
+LLAMA = {
+    **FIFTY,
+    "architecture": "llama",
+    "tied": True,
+    "heads": 3,
+    "hidden": 96,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logits_are_those_of_a_proposal(fifty_target: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("recipe", [FIFTY, LLAMA], ids=["qwen3", "llama-tied-g3-yarn"])
+def test_logits_are_those_of_a_proposal(
+    pair_cache: PairCache, recipe: dict[str, Any], dtype: torch.dtype
+) -> None:
     """Teacher-forced training at an anchor = `propose` on the views that serving has there."""
-    case = make_case(fifty_target, dtype=dtype)
+    case = make_case(pair_cache.target(**recipe), dtype=dtype)
     config, views = case.drafter.config, case.views
     with torch.no_grad():
         summary = prefix_summaries(case.drafter.summary_queries, views.key, views.value, ANCHORS)
