@@ -92,6 +92,8 @@ def test_a_run_is_not_resumed_with_other_settings(
     with pytest.raises(TrainingError, match="other settings") as caught:
         main(arguments(fifty_target, packed, whole, "--resume", "--seed", "3", "--gamma", "2"))
     assert sorted(reason.split()[0] for reason in caught.value.reasons) == ["gamma", "seed"]
+    with pytest.raises(TrainingError, match="the drafter's block_size was 3 and is now 5"):
+        main(arguments(fifty_target, packed, whole, "--resume", "--draft-tokens", "5"))
     with pytest.raises(TrainingError, match="holds a training already"):
         main(arguments(fifty_target, packed, whole))
     with pytest.raises(TrainingError, match="cannot be resumed"):
@@ -306,6 +308,13 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_begun(
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(TrainingError, match="does not fit"):
         features.announce(PackedData.load(packed).sequences["train"])
+
+
+def test_a_target_that_is_not_there_is_told(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *arguments(tmp_path / "none", packed, tmp_path / "out")]) == 1
+    assert "no target at" in capsys.readouterr().err
 
 
 def test_a_target_without_mask_token_is_told(

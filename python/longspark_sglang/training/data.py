@@ -200,6 +200,7 @@ def regenerate(options: argparse.Namespace) -> int:
                 "output_ids": result.ids,
                 "text": result.text,
                 "finish": result.meta.get("finish_reason"),
+                "rounds": result.rounds,  # of the server's own speculation; 0 without
                 "temperature": options.temperature,
             }, attempt
         print(f"prompt {identity} failed: {reason}", file=sys.stderr)

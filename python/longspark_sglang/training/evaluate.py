@@ -178,14 +178,21 @@ def evaluate(
 def load_target(name: str, dtype: str | None, device: str | None) -> Any:
     """A transformers model by folder or hub id, frozen.
 
-    By default on the GPU in bfloat16, without one on the CPU in float32.
+    By default on the GPU in bfloat16, without one on the CPU in float32. TrainingError if there is
+    no such model.
     """
     from transformers import AutoModelForCausalLM
 
     cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
     device = device or ("cuda" if cuda else "cpu")
     dtype = dtype or ("bfloat16" if cuda else "float32")
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"no target at {name!r}",
+            [f"{error}: give a folder or hub id that transformers loads as a causal model"],
+        ) from error
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -310,6 +310,12 @@ class Trainer:
             for key, value in now.items()
             if before.get(key) != value
         ]
+        shape = LongSparkConfig.from_pretrained(self.output).to_dict()
+        reasons += [
+            f"the drafter's {key} was {shape.get(key)!r} and is now {value!r}"
+            for key, value in self.drafter.config.to_dict().items()
+            if shape.get(key) != value
+        ]
         if reasons:
             raise TrainingError(f"{self.output} was trained with other settings", reasons)
         state = torch.load(self.output / STATE_FILE, weights_only=True, map_location="cpu")
