@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from typing import Any
 
 from longspark_sglang import ops
@@ -62,16 +63,30 @@ class Metrics:
         self.accepted_per_slot = [0] * (worker.width - 1)
         self.refusals = 0
         self._warn_after = compat.number("LONGSPARK_WARN_ROUNDS", 200)
+        self._fruitless = 0  # blocks since a draft was last accepted
         self._warned = False
+        self._launched: deque[list[bool]] = deque()
         self._gauges = _make_gauges(args) if getattr(args, "enable_metrics", False) else []
 
+    def note_launch(self, speculating: list[bool]) -> None:
+        """A round is on its way; per request, whether it speculates at all. `note_round` follows in
+        the same order.
+        """
+        self._launched.append(speculating)
+
     def note_round(self, accepted_drafts: list[int]) -> None:
-        """Account one verified round; `accepted_drafts` per request, bonus not counted."""
-        self.proposals += len(accepted_drafts)
-        self.accepted += sum(accepted_drafts)
-        for count in accepted_drafts:
+        """Account one verified round; `accepted_drafts` per request, bonus not counted.
+
+        Requests with speculation switched off count nowhere: they say nothing about the drafter.
+        """
+        speculating = self._launched.popleft()
+        counts = [n for n, drafted in zip(accepted_drafts, speculating, strict=True) if drafted]
+        self.proposals += len(counts)
+        self.accepted += sum(counts)
+        for count in counts:
             for slot in range(count):
                 self.accepted_per_slot[slot] += 1
+        self._fruitless = 0 if any(counts) else self._fruitless + len(counts)
         for gauge, read in self._gauges:
             gauge.set(read(self.worker))
         self._warn_if_nothing_is_accepted()
@@ -94,14 +109,15 @@ class Metrics:
 
     def _warn_if_nothing_is_accepted(self) -> None:
         """A wrong drafter costs speed and nothing else, so nobody would notice: say it once."""
-        if self._warned or self.proposals < self._warn_after or self.accepted:
+        if self._warned or not self._fruitless or self._fruitless < self._warn_after:
             return
         self._warned = True
         logger.warning(
-            "LONGSPARK: none of the drafts of the first %d blocks was accepted (accept length 1). "
+            "LONGSPARK: none of the drafts of the last %d blocks was accepted (accept length 1). "
             "The output is right, but speculation only costs time. Is the drafter trained for this "
-            "target (vocabulary, RoPE base, chat template)? Run `longspark check`.",
-            self.proposals,
+            "target (vocabulary, RoPE base, chat template), and for its present weights? Run "
+            "`longspark check`.",
+            self._fruitless,
         )
 
 

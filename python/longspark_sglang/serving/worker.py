@@ -24,7 +24,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 
 from longspark_sglang import checkpoint
 from longspark_sglang.serving import compat
-from longspark_sglang.serving.acceptance import AcceptanceSampler, request_refusals
+from longspark_sglang.serving.acceptance import AcceptanceSampler, is_enabled, request_refusals
 from longspark_sglang.serving.algorithm import drafter_config
 from longspark_sglang.serving.drafter_runner import DrafterRunner
 from longspark_sglang.serving.metrics import Metrics, start_up_lines
@@ -178,6 +178,7 @@ class LongSparkWorker(BaseSpecWorker):
             self.store.check(rows, seq_lens, self.req_to_token_pool.req_to_token, **pools)
 
         plan = self.sampler.plan(batch)
+        self.metrics.note_launch([is_enabled(req) for req in batch.reqs])
         anchors = batch.spec_info.bonus_tokens.to(torch.int64)
         proposal = self.drafter.propose(
             anchors,
