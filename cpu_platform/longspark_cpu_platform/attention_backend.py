@@ -39,6 +39,8 @@ class CpuAttentionBackend(AttentionBackend):
         hooks.assert_applied()
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.pool = model_runner.token_to_kv_pool
+        # Models that write their own rows ask for it by this name.
+        self.token_to_kv_pool = self.pool
         self.has_swa_pool = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
         self.steps_ahead = steps_ahead
         self.plan: Plan | None = None
@@ -57,7 +59,6 @@ class CpuAttentionBackend(AttentionBackend):
             kv_lens = kv_lens + self.steps_ahead
             query_lens = torch.ones_like(kv_lens)
         elif mode.is_target_verify():
-            _refuse_tree(forward_batch.spec_info)
             width = forward_batch.spec_info.draft_token_num
             kv_lens = kv_lens + width
             query_lens = torch.full_like(kv_lens, width)
@@ -149,11 +150,4 @@ def _refuse_layer(layer: RadixAttention, extras: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"the CPU attention backend does not implement {', '.join(reasons)} "
             f"(layer {layer.layer_id}); serve this model on another platform"
-        )
-
-
-def _refuse_tree(spec_info: Any) -> None:
-    if (getattr(spec_info, "topk", 1) or 1) > 1:
-        raise NotImplementedError(
-            "the CPU attention backend verifies chains only; use --speculative-eagle-topk 1"
         )

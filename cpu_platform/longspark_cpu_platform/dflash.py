@@ -18,6 +18,14 @@ def keep_embedding_dtype(
         kwargs["input_embeds"] = forward_batch.input_embeds.to(model_runner.dtype)
 
 
+def no_fused_kv_write(*_: Any, **__: Any) -> None:
+    """Say that no pool has the layout of the fused norm, rotation and cache write.
+
+    Stands in for srt.models.dspark.DSparkDraftMixin._fused_kv_write_layout, which says yes to any
+    bfloat16 pool whatever the device is. SGLang's own eager path takes over, as for float32.
+    """
+
+
 class _ShownAsCuda:
     """A view of the resolving server arguments whose device reads "cuda"."""
 

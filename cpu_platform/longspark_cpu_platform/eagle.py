@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longspark_cpu_platform.platform import ATTENTION_BACKEND
+from longspark_cpu_platform.names import ATTENTION_BACKEND
 
 
 def assign_draft_cache_locs(
@@ -106,12 +106,10 @@ def build_tree(
 ) -> None:
     """A chain: row j follows row j-1. The mask is left alone, as our attention is causal by itself.
 
+    Trees (topk > 1) were refused when the draft's backend was created.
+
     Stands in for kernels.ops.speculative.spec_tree.build_tree_kernel_efficient_func.
     """
-    if topk != 1:
-        raise NotImplementedError(
-            f"--speculative-eagle-topk {topk} builds trees, which need a GPU; use 1 on the CPU"
-        )
     requests, column = seq_lens.numel(), torch.arange(num_verify_tokens)
     positions.view(requests, -1).copy_(seq_lens[:, None] + column)
     retrieve_index.copy_(torch.arange(retrieve_index.numel()).view_as(retrieve_index))
@@ -171,8 +169,14 @@ def create_draft_backend(
     """Put our backend on the list that in-tree drafts choose from.
 
     Stands in for srt.speculative.draft_utils.DraftBackendFactory._create_backend, whose lists are
-    closed. `stamps_children` is SGLang's word for the multi-step decode container.
+    closed. `stamps_children` is SGLang's word for the multi-step decode container. The first place
+    where the number of branches is final, so trees are refused here, while the server starts.
     """
+    if factory.topk != 1:
+        raise NotImplementedError(
+            f"EAGLE trees (here topk {factory.topk}) need a GPU; give --speculative-eagle-topk 1 "
+            "--speculative-num-steps N --speculative-num-draft-tokens N+1"
+        )
 
     def make() -> tuple[str, Any]:
         from longspark_cpu_platform.attention_backend import CpuAttentionBackend

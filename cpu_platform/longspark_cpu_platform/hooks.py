@@ -11,7 +11,7 @@ from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from longspark_cpu_platform.platform import ATTENTION_BACKEND
+from longspark_cpu_platform.names import ATTENTION_BACKEND
 
 
 class Hook(NamedTuple):
@@ -33,6 +33,12 @@ HOOKS = (
         "raises for a CPU tensor; the overlap scheduler calls it for every device",
     ),
     Hook(
+        "torch.get_device_module",
+        _AROUND,
+        "streams:device_module",
+        "is torch.cuda on a CUDA build of torch, driver or not: /release_memory_occupation dies",
+    ),
+    Hook(
         "sglang.srt.utils.numa_utils.init_threads_binding",
         _AROUND,
         "threads:init_threads_binding",
@@ -43,6 +49,18 @@ HOOKS = (
         _REPLACE,
         "sampling:multinomial_with_seed",
         "hashes in sgl-kernel on a CPU tensor, and is compiled with torch.compile at first use",
+    ),
+    Hook(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        _AROUND,
+        "sampling:filter_min_p_before_seeded_draw",
+        "asserts on min-p with a seed, which ends the scheduler",
+    ),
+    Hook(
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
+        _REPLACE,
+        "sampling:enable_batch_invariant_mode",
+        "puts a Triton kernel in place of torch.bmm",
     ),
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
@@ -61,6 +79,12 @@ HOOKS = (
         _REPLACE,
         "rope:table_qk_norm_rope_",
         "a Triton kernel; every bfloat16 DFLASH or DSPARK draft",
+    ),
+    Hook(
+        "sglang.srt.models.dspark.DSparkDraftMixin._fused_kv_write_layout",
+        _REPLACE,
+        "dflash:no_fused_kv_write",
+        "leads every bfloat16 DSPARK draft to a Triton kernel",
     ),
     Hook(
         "sglang.srt.arg_groups.speculative_hook._handle_dspark",

@@ -6,8 +6,8 @@ import torch
 
 # Rows per tile. Score tiles are at most QUERY_TILE * group x KEY_TILE per KV head, whatever the
 # length of the prompt and of the prefix.
-QUERY_TILE = 256
-KEY_TILE = 1024
+QUERY_TILE = 128
+KEY_TILE = 512
 
 
 def paged_attention(

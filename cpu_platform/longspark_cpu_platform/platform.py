@@ -14,14 +14,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
+from longspark_cpu_platform.names import ATTENTION_BACKEND, SPECULATIVE_ALGORITHMS
 from longspark_cpu_platform.slots import extend_cache_locs
-
-# The backend takes over the in-tree name on purpose: SGLang decides *by name* that "torch_native"
-# needs no Triton position kernels, no Triton last-slot lookup and no graph capture.
-ATTENTION_BACKEND = "torch_native"
-
-# In-tree algorithms that the hooks make run here; a plugin's own algorithm is not asked about.
-SPECULATIVE_ALGORITHMS = ("DFLASH", "DSPARK", "EAGLE", "EAGLE3")
 
 
 class LongSparkCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -56,6 +50,8 @@ class LongSparkCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # SGLang has filled "intel_amx" in before it asks us, so None alone is not enough to test.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = ATTENTION_BACKEND
+        # The scheduler polls in a busy loop otherwise, which takes a core from whatever else runs.
+        server_args.sleep_on_idle = True
 
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
         if kind != "mha":

@@ -1,10 +1,54 @@
-"""Seeded sampling without sgl-kernel and without a compiler."""
+"""Seeded sampling (SGLang's deterministic mode) without sgl-kernel and without a compiler."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+logger = logging.getLogger(__name__)
+
 _MASK = 0xFFFFFFFF
+
+
+def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
+    """Say what deterministic mode gives on a CPU, and leave torch's matmuls alone.
+
+    Stands in for srt.batch_invariant_ops.enable_batch_invariant_mode, which replaces torch.bmm, for
+    every device, by a Triton kernel.
+    """
+    logger.warning(
+        "deterministic inference on the CPU: seeds are honoured, and attention does not depend on "
+        "the batch, but matrix products may round differently in batches of different size"
+    )
+
+
+def filter_min_p_before_seeded_draw(
+    original: Callable[..., Any],
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    need_min_p_sampling: bool,
+    sampling_seed: torch.Tensor | None,
+    positions: torch.Tensor,
+    **options: Any,
+) -> Any:
+    """Let min-p and seeds go together, probs [B, V] -> token ids [B].
+
+    Corrects srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch, which asserts that they
+    do not: one such request ends the scheduler. Removing the unlikely tokens beforehand is the same
+    filter: they are the tail of the order in which top-k and top-p count.
+    """
+    if need_min_p_sampling and sampling_seed is not None:
+        threshold = probs.amax(dim=-1, keepdim=True) * min_ps.view(-1, 1)
+        probs = probs.masked_fill(probs < threshold, 0.0)
+        need_min_p_sampling = False
+    return original(
+        probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **options
+    )
 
 
 def multinomial_with_seed(

@@ -1,4 +1,4 @@
-"""CUDA stream calls that SGLang makes whatever the device is."""
+"""CUDA stream and device calls that SGLang makes whatever the device is."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def record_stream(original: Callable[..., None], tensor: torch.Tensor, stream: A
     """Stands in for torch.Tensor.record_stream: CPU work is synchronous, nothing to record."""
     if tensor.device.type != "cpu":
         original(tensor, stream)
+
+
+def device_module(original: Callable[..., Any], device: Any = None) -> Any:
+    """Stands in for torch.get_device_module: with no argument it means this platform's device."""
+    return original("cpu" if device is None else device)
