@@ -173,7 +173,7 @@ class FakeServer:
         logprobs: bool,
     ) -> dict[str, Any]:
         faults = self.faults
-        drafts = speculates and "nothing accepted" not in faults
+        drafts = speculates and not faults & {"nothing accepted", "one draft accepted"}
         if "drafts fail when warm" in faults and cached:
             drafts = False
         if "switch is ignored" in faults:
@@ -188,6 +188,8 @@ class FakeServer:
         if "plain server" not in faults and "no spec fields" not in faults:
             meta["spec_verify_ct"] = rounds
             meta["spec_num_correct_drafts"] = rounds * DRAFTS_PER_ROUND if drafts else 0
+            if speculates and "one draft accepted" in faults:
+                meta["spec_num_correct_drafts"] = 1
         if finish["type"] == "length" and "ends early" in faults and speculates:
             ids.pop()
             meta["completion_tokens"] = len(ids)

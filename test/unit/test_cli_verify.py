@@ -5,6 +5,7 @@ The server is a fake; the real one is in test/serving/test_verify.py.
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 from pathlib import Path
@@ -102,6 +103,22 @@ def test_each_fault_fails_its_checks_and_no_other(fault: str) -> None:
     words, passed = run(fault)
     assert failed(passed) == expected
     assert any(words_wanted in words[name] for name in expected)
+
+
+def test_a_drafter_that_is_right_by_accident_fails() -> None:
+    """A random drafter hits a token now and then; that is no speculation."""
+    words, passed = run("one draft accepted")
+    assert failed(passed) == {SPEED}
+    assert words[SPEED].startswith("1.0") and "at least 1.1 are wanted" in words[SPEED]
+    assert failed(run("one draft accepted", min_accept_length=1.0)[1]) == set()
+    assert failed(run(min_accept_length=4.5)[1]) == {SPEED}
+
+
+def test_progress_names_each_check() -> None:
+    lines = io.StringIO()
+    run(progress=lines)
+    assert lines.getvalue().startswith("[1/9] greedy parity\n[2/9] ")
+    assert lines.getvalue().count("\n") == 9
 
 
 def test_an_answer_that_ends_early_is_noticed() -> None:
