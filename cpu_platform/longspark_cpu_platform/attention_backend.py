@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from longspark_cpu_platform import hooks
-from longspark_cpu_platform.paged_attention import paged_attention
+from longspark_cpu_platform.paged_attention import fastest
 
 
 class Plan(NamedTuple):
@@ -43,6 +43,7 @@ class CpuAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = self.pool
         self.has_swa_pool = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
         self.steps_ahead = steps_ahead
+        self.attend = fastest()
         self.plan: Plan | None = None
         self.swa_out_cache_loc: torch.Tensor | None = None
         self.swa_table: torch.Tensor | None = None
@@ -78,7 +79,7 @@ class CpuAttentionBackend(AttentionBackend):
         if forward_batch.out_cache_loc is not None:
             self.swa_out_cache_loc = translate(forward_batch.out_cache_loc)
         longest = int(plan.kv_lens.max())
-        self.swa_table = translate(self.req_to_token[plan.req_rows, :longest].long())
+        self.swa_table = translate(self.req_to_token[plan.req_rows, :longest].long()).int()
 
     def forward_decode(
         self,
@@ -123,7 +124,7 @@ class CpuAttentionBackend(AttentionBackend):
         table, rows = self.req_to_token, self.plan.req_rows
         if self.has_swa_pool and self.pool.layers_mapping[layer.layer_id][1]:
             table, rows = self.swa_table, torch.arange(rows.numel())
-        out = paged_attention(
+        out = self.attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.pool.get_key_buffer(layer.layer_id),
             self.pool.get_value_buffer(layer.layer_id),

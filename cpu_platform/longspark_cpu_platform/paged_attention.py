@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+
 import torch
+
+logger = logging.getLogger(__name__)
+
+COMPILED = "longspark_sglang.ops.paged_attention"
 
 # Rows per tile. Score tiles are at most QUERY_TILE * group x KEY_TILE per KV head, whatever the
 # length of the prompt and of the prefix.
@@ -55,6 +65,28 @@ def paged_attention(
                 softcap,
             )
     return out
+
+
+def fastest() -> Callable[..., torch.Tensor]:
+    """The compiled operator of longspark-sglang where that is installed with one, else our own.
+
+    Same signature. LONGSPARK_CPU_ATTENTION=torch keeps the torch code, to compare the two.
+    """
+    chosen = paged_attention
+    wanted = os.environ.get("LONGSPARK_CPU_ATTENTION", "auto") != "torch"
+    if (
+        wanted
+        and importlib.util.find_spec("longspark_sglang")
+        and importlib.util.find_spec(COMPILED)
+    ):
+        operator = importlib.import_module(COMPILED).paged_attention
+        # Without the extension it would be a reference written for clarity, not for a server.
+        if importlib.import_module("longspark_sglang.ops.dispatch").load_extension() and hasattr(
+            torch.ops.longspark, "paged_attention"
+        ):
+            chosen = operator
+    logger.info("CPU attention: %s.%s", chosen.__module__, chosen.__name__)
+    return chosen
 
 
 def _attend_tile(

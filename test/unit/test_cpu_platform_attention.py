@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,6 +202,30 @@ def test_padding_rows_are_zero():
     case.query = torch.cat([case.query, torch.full_like(case.query, torch.nan)])
     out = paged_attention(*case.tensors)
     assert out[:2].isfinite().all() and not out[2:].any()
+
+
+def test_the_compiled_operator_is_taken_where_it_exists(monkeypatch):
+    def compiled(*args, **kwargs):
+        raise AssertionError
+
+    extension = SimpleNamespace(load_extension=lambda: True)
+    modules = {
+        module.COMPILED: SimpleNamespace(paged_attention=compiled),
+        "longspark_sglang.ops.dispatch": extension,
+    }
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(module.importlib, "import_module", modules.__getitem__)
+    monkeypatch.setattr(torch.ops, "longspark", SimpleNamespace(paged_attention=compiled))
+    monkeypatch.delenv("LONGSPARK_CPU_ATTENTION", raising=False)
+    assert module.fastest() is compiled
+    extension.load_extension = lambda: False
+    assert module.fastest() is paged_attention
+    extension.load_extension = lambda: True
+    monkeypatch.setenv("LONGSPARK_CPU_ATTENTION", "torch")
+    assert module.fastest() is paged_attention
+    monkeypatch.delenv("LONGSPARK_CPU_ATTENTION")
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert module.fastest() is paged_attention
 
 
 def test_extreme_scores_stay_finite():
