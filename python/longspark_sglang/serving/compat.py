@@ -289,18 +289,6 @@ def target_refusals(hf_config: Any, config: LongSparkConfig) -> list[str]:
             else getattr(hf_config, name, None)
         )
 
-    layer_types = get("layer_types")
-    if layer_types:
-        sliding = [
-            i
-            for i in config.tapped_layers
-            if i < len(layer_types) and "full" not in str(layer_types[i])
-        ]
-        if sliding:
-            reasons.append(
-                f"tapped layers {sliding} use {sorted({str(layer_types[i]) for i in sliding})}: "
-                "their old K/V rows are evicted; the drafter needs full-attention layers"
-            )
     if get("kv_lora_rank"):
         reasons.append("the target uses latent attention (MLA): it has no per-head K/V rows")
     return reasons
