@@ -1,3 +1,3 @@
-"""LongSpark for SGLang. Importing this package needs neither sglang, CUDA nor compiled operators."""
+"""LongSpark for SGLang. Importing it needs neither sglang, CUDA nor compiled operators."""
 
 __version__ = "0.1.0"
