@@ -2,6 +2,8 @@
 #              MODEL= DRAFT=  folders or hub ids     PORT=30000     ARGS="more SGLang options"
 # make test    install everything, run the tests     TESTS=test/unit     TEST_ARGS="-x -k name"
 # make lint    ruff, mypy, clang-format
+# make cuda-compile  compile the kernels for every GPU architecture, compare with their budget (no GPU)
+# make sanitize      run the kernels' source on the CPU under AddressSanitizer and UBSan
 # make clean   remove everything that the others made in this folder
 #
 # VENV= names the virtual environment (11 GB, for SGLang comes with its CUDA libraries).
@@ -15,7 +17,7 @@ BIN := $(VENV)/bin
 # The compiler's ninja is a console script of the environment.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install serve test lint clean
+.PHONY: install serve test lint cuda-compile sanitize clean
 .DEFAULT_GOAL := install
 
 install:
@@ -37,6 +39,17 @@ lint: install
 	$(BIN)/mypy
 	@find csrc -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.h' \
 		| xargs --no-run-if-empty --verbose $(BIN)/clang-format --dry-run -Werror
+
+cuda-compile: install
+	$(BIN)/python csrc/compile_cuda.py
+
+# Python itself isn't instrumented, so the sanitizers' libraries are loaded before it.
+sanitize: export OMP_NUM_THREADS ?= 1
+sanitize: install
+	$(BIN)/python csrc/host_emulation/build.py --sanitize
+	LONGSPARK_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest test/ops -k 'emulation or kernel_orders' $(TEST_ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -125,6 +125,13 @@ __global__ void poison(const float* in, float* out, int) {
   store(out + i, before);
 }
 
+// A thread's own array is no business of the emulation; AddressSanitizer sees this.
+__global__ void past_a_local_array(const float* in, float* out, int count) {
+  float own[4] = {};
+  own[load(in) < 1e9f ? count / 16 : 0] = 1.0f;
+  store(out + threadIdx.x, own[threadIdx.x % 4]);
+}
+
 using Kernel = void (*)(const float*, float*, int);
 
 at::Tensor planted(c10::string_view name, const at::Tensor& in) {
@@ -144,6 +151,7 @@ at::Tensor planted(c10::string_view name, const at::Tensor& in) {
       {"unwritten_shared", unwritten_shared},
       {"past_the_shared_memory", past_the_shared_memory},
       {"poison", poison},
+      {"past_a_local_array", past_a_local_array},
   };
   TORCH_CHECK(in.is_contiguous() && in.scalar_type() == at::kFloat && in.numel() == kThreads);
   at::Tensor out = at::empty({kThreads}, in.options());

@@ -9,6 +9,7 @@ import torch
 from longspark_sglang.ops import fakes
 
 BUILD = Path(__file__).resolve().parents[2] / "csrc/host_emulation/build.py"
+SANITIZED = os.environ.get("LONGSPARK_SANITIZE") == "1"  # as `make sanitize` runs the tests
 ORDERS = ("forward", "reversed", "random")
 
 
@@ -28,8 +29,7 @@ def is_possible():
 @functools.cache
 def operators():
     """Build (if out of date) and load the emulation; returns torch.ops.longspark_emu."""
-    sanitize = os.environ.get("LONGSPARK_SANITIZE") == "1"
-    torch.ops.load_library(str(_builder().build(sanitize)))
+    torch.ops.load_library(str(_builder().build(SANITIZED)))
     fakes.register("longspark_emu")
     return torch.ops.longspark_emu
 

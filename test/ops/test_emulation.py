@@ -1,5 +1,9 @@
 """The emulation itself: it runs sound kernels and catches each planted fault."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import emulation
 import pytest
 import torch
@@ -66,3 +70,21 @@ def test_shared_memory_starts_as_nan_in_every_block():
 def test_unknown_order_is_refused():
     with pytest.raises(RuntimeError, match="order must be forward, reversed or random, not sorted"):
         emulation.operators().configure(1, "sorted")
+
+
+if emulation.SANITIZED:
+
+    def test_the_sanitizer_sees_into_kernels():
+        code = (
+            "import emulation, torch;"
+            "emulation.operators().planted('past_a_local_array', torch.zeros(64))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode != 0
+        assert "out of bounds" in done.stderr or "stack-buffer-overflow" in done.stderr
