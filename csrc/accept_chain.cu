@@ -11,25 +11,13 @@ void accept_chain(const AcceptChain& asked, Stream stream) {
   launch(accept_decide_kernel, dim3(batch), dim3(32), 0, stream, p);
   if (p.block > 0) {
     dim3 grid(ceil_div(batch, kMarkovRequests), ranges);
-    with_markov_types(p.markov, [&](auto weights, auto logits, auto tensor_cores) {
-      launch(accept_logits_kernel<decltype(weights), decltype(logits), tensor_cores.kValue>, grid,
+    with_markov_types(p.markov, [&](auto weights, auto tensor_cores) {
+      launch(accept_logits_kernel<decltype(weights), tensor_cores.kValue>, grid,
              dim3(kMarkovThreads), 0, stream, p);
     });
   }
-  auto finish = [&](auto logits) {
-    launch(accept_weigh_kernel<decltype(logits)>, dim3(tiles, batch), dim3(kTileThreads), 0, stream,
-           p, ranges);
-    launch(accept_draw_kernel<decltype(logits)>, dim3(batch), dim3(kTileThreads), 0, stream, p,
-           tiles);
-  };
-  switch (p.markov.logits_dtype) {
-    case Dtype::kFloat32:
-      return finish(float{});
-    case Dtype::kBfloat16:
-      return finish(bf16{});
-    default:
-      return finish(fp16{});
-  }
+  launch(accept_weigh_kernel, dim3(tiles, batch), dim3(kTileThreads), 0, stream, p, ranges);
+  launch(accept_draw_kernel, dim3(batch), dim3(kTileThreads), 0, stream, p, tiles);
 }
 
 void accept_greedy(const AcceptGreedy& p, Stream stream) {
