@@ -6,3 +6,6 @@ ATTENTION_BACKEND = "torch_native"
 
 # In-tree algorithms that the hooks make run here; a plugin's own algorithm is not asked about.
 SPECULATIVE_ALGORITHMS = ("DFLASH", "DSPARK", "EAGLE", "EAGLE3")
+
+# In-tree algorithms whose verify step needs a tree mask.
+TREE_ALGORITHMS = ("NGRAM", "UNO")

@@ -14,7 +14,11 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
-from longspark_cpu_platform.names import ATTENTION_BACKEND, SPECULATIVE_ALGORITHMS
+from longspark_cpu_platform.names import (
+    ATTENTION_BACKEND,
+    SPECULATIVE_ALGORITHMS,
+    TREE_ALGORITHMS,
+)
 from longspark_cpu_platform.slots import extend_cache_locs
 
 
@@ -47,6 +51,13 @@ class LongSparkCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from longspark_cpu_platform import hooks
 
         hooks.assert_applied()
+        algorithm = (server_args.speculative_algorithm or "").upper()
+        if algorithm in TREE_ALGORITHMS:
+            # SGLang does not ask `supports_speculative_algorithm` about these.
+            raise ValueError(
+                f"{algorithm} verifies trees of drafts, which the CPU platform does not; "
+                f"use one of {', '.join(SPECULATIVE_ALGORITHMS)} or a plugin's algorithm"
+            )
         # SGLang has filled "intel_amx" in before it asks us, so None alone is not enough to test.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = ATTENTION_BACKEND

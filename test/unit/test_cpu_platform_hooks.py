@@ -99,6 +99,14 @@ def test_defaults_need_no_flag(tiny_target, tmp_path):
     ]
 
 
+def test_tree_algorithms_are_refused(tiny_target):
+    argv = ["--model-path", str(tiny_target), "--speculative-algorithm", "NGRAM"]
+    argv += ["--speculative-num-draft-tokens", "8"]
+    done = run(RESOLVE.format(argv=argv))
+    assert done.returncode != 0
+    assert "NGRAM verifies trees of drafts" in done.stderr
+
+
 def test_missing_hooks_are_an_error_not_a_log_line(tiny_target):
     argv = ["--model-path", str(tiny_target)]
     # The platform is on the list of plugins to load, its hooks are not: a second entry point of the
