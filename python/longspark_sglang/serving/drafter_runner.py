@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -160,11 +161,15 @@ class DrafterRunner(nn.Module):
         num_drafts: draft tokens a round, 1..K.
     """
 
+    # SGLang's modules, which have no types that mypy could follow.
+    target: Any
+    rope: Any
+
     def __init__(
         self,
         config: LongSparkConfig,
         state: Mapping[str, torch.Tensor],
-        target: nn.Module,
+        target: Any,
         dtype: torch.dtype,
         device: torch.device | str,
         tp_rank: int,
@@ -179,11 +184,10 @@ class DrafterRunner(nn.Module):
         # Not registered as a submodule: its weights are the target's, not ours.
         self.__dict__["target"] = target
         self.__dict__["rope"] = _rotary_module(target, config)
-        self.layers = nn.ModuleList(
-            ParallelLayer(config, dtype, i) for i in range(config.num_layers)
-        ).to(device)
-        for i, layer in enumerate(self.layers):
+        layers = [ParallelLayer(config, dtype, i).to(device) for i in range(config.num_layers)]
+        for i, layer in enumerate(layers):
             layer.load(state, f"parallel_qwen_layers.{i}")
+        self.layers = nn.ModuleList(layers)
 
         def tensor(name: str) -> nn.Parameter:
             return nn.Parameter(state[name].to(device=device, dtype=dtype), requires_grad=False)
@@ -320,7 +324,7 @@ class DrafterRunner(nn.Module):
         return Proposal(torch.stack(tokens, 1), torch.stack(logqs, 1), base_logits)
 
 
-def _rotary_module(target: nn.Module, config: LongSparkConfig) -> nn.Module:
+def _rotary_module(target: Any, config: LongSparkConfig) -> Any:
     """The RoPE module of the first tapped layer, or an error that says what does not fit."""
     attention = target.model.layers[config.tapped_layers[0]].self_attn
     rope = getattr(attention, "rotary_emb", None)

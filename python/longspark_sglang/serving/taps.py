@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class BoundaryTaps:
             for the life of the server, so that a captured graph keeps writing where we read.
     """
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
+    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
         layers = _decoder_layers(model)
         self.rows: torch.Tensor | None = None
         self.buffer = torch.empty(len(layer_ids), 0, 0)
