@@ -3,17 +3,20 @@
 LONGSPARK_BUILD says what to build:
   none   nothing; the plain-torch references serve
   cpu    the fast CPU operators (any C++20 compiler)
-  cuda   the CPU operators and the CUDA kernels (nvcc of torch's CUDA release)
-  auto   the default: cuda where a CUDA device and nvcc are, else cpu where a C++ compiler is,
-         else none. A compilation that fails is a warning and ends in none; with an explicit
+  cuda   the CPU operators and the CUDA kernels (a CUDA toolkit of torch's major release)
+  auto   the default: cuda where a CUDA device and its toolkit are, else cpu where a C++ compiler
+         is, else none. A compilation that fails is a warning and ends in none; with an explicit
          choice it is an error.
 LONGSPARK_CUDA_ARCHS, e.g. "80;90a", names the GPU architectures (default: those of the GPUs
 present, else every one the kernels are tested to compile for). MAX_JOBS bounds the compiler
 processes. Torch must be importable while building, so install with --no-build-isolation.
 """
 
+import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,14 +36,43 @@ def compiler():
     return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
 
 
-def why_not_cuda(torch, cpp_extension):
-    """Why `auto` doesn't build the CUDA kernels; empty if it does."""
+def find_cuda():
+    """The CUDA toolkit's folder: CUDA_HOME, that of nvcc on PATH, /usr/local/cuda, or the one that
+    pip installed next to torch (SGLang brings it). None if there is none."""
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        candidates.append(Path(on_path).resolve().parent.parent)
+    candidates.append("/usr/local/cuda")
+    package = importlib.util.find_spec("nvidia")
+    for folder in package.submodule_search_locations if package else []:
+        candidates += sorted(Path(folder).glob("cu[0-9]*"), reverse=True)
+    # The header tells a toolkit from a mere nvcc on PATH.
+    parts = ("bin/nvcc", "include/cuda_runtime_api.h")
+    for folder in (Path(candidate) for candidate in candidates if candidate):
+        if all((folder / part).exists() for part in parts):
+            return folder
+    return None
+
+
+def cuda_release(toolkit):
+    """The toolkit's major release, e.g. 13."""
+    text = subprocess.run(
+        [toolkit / "bin/nvcc", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    return int(re.search(r"release (\d+)", text).group(1))
+
+
+def why_not_cuda(torch):
+    """Why the CUDA kernels can't be built; empty if they can."""
     if not torch.version.cuda:
         return "this torch has no CUDA"
-    if not torch.cuda.is_available():
-        return "no CUDA device here"
-    if cpp_extension.CUDA_HOME is None or not shutil.which(f"{cpp_extension.CUDA_HOME}/bin/nvcc"):
-        return "no nvcc found; set CUDA_HOME"
+    toolkit = find_cuda()
+    if toolkit is None:
+        return "no CUDA toolkit found; install one or set CUDA_HOME"
+    wanted = int(torch.version.cuda.split(".")[0])
+    if cuda_release(toolkit) != wanted:
+        return f"{toolkit} is CUDA {cuda_release(toolkit)}, torch needs {wanted}; set CUDA_HOME"
     return ""
 
 
@@ -52,7 +84,6 @@ def decide(asked):
         return "none", "asked for"
     try:
         import torch
-        from torch.utils import cpp_extension
     except ImportError as error:
         if asked != "auto":
             sys.exit(
@@ -64,10 +95,16 @@ def decide(asked):
         if asked != "auto":
             sys.exit(f"LONGSPARK_BUILD={asked} needs a C++ compiler; install g++ or set CXX")
         return "none", "no C++ compiler found"
-    if asked != "auto":
-        return asked, "asked for"
-    reason = why_not_cuda(torch, cpp_extension)
-    return ("cpu", reason) if reason else ("cuda", "a CUDA device and nvcc are here")
+    if asked == "cpu":
+        return "cpu", "asked for"
+    reason = why_not_cuda(torch)
+    if asked == "cuda":
+        if reason:
+            sys.exit(f"LONGSPARK_BUILD=cuda: {reason}")
+        return "cuda", "asked for"
+    if not torch.cuda.is_available():
+        reason = "no CUDA device here"
+    return ("cpu", reason) if reason else ("cuda", "a CUDA device and its toolkit are here")
 
 
 def sources(folder, *suffixes):
@@ -89,36 +126,26 @@ def gencode():
 
 def extension(build):
     """The one extension module and the command that compiles it."""
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    cxx = [
-        "-O3",
-        "-g0",
-        "-std=c++20",
-        "-fvisibility=hidden",
-        "-Wall",
-        "-Wextra",
-        "-Wno-unused-parameter",
-    ]
-    include = [str(ROOT / "csrc" / "include"), str(ROOT / "csrc")]
+    cxx = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden"]
+    cxx += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
     files = ["csrc/schemas.cpp", *sources("csrc/cpu", ".cpp")]
-    if build == "cpu":
-        return (
-            CppExtension(
-                "longspark_sglang._C", files, include_dirs=include, extra_compile_args={"cxx": cxx}
-            ),
-            BuildExtension,
-        )
-    nvcc = ["-O3", "-std=c++20", "--threads=2", "-lineinfo", *gencode()]
-    return (
-        CUDAExtension(
-            "longspark_sglang._C",
-            [*files, "csrc/bindings.cpp", *sources("csrc", ".cu")],
-            include_dirs=include,
-            extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        ),
-        BuildExtension,
-    )
+    options = {
+        "include_dirs": [str(ROOT / "csrc/include"), str(ROOT / "csrc")],
+        "extra_compile_args": {"cxx": cxx},
+    }
+    if build == "cuda":
+        toolkit = Path(os.environ["CUDA_HOME"])
+        files += ["csrc/bindings.cpp", *sources("csrc", ".cu")]
+        options["include_dirs"].append(str(toolkit / "include"))
+        nvcc = ["-O3", "-std=c++20", "--threads=2", "-lineinfo", *gencode()]
+        options["extra_compile_args"]["nvcc"] = nvcc
+        options["libraries"] = ["c10_cuda", "torch_cuda"]
+        # By its file: the pip-installed toolkit has the library but not the name to link by.
+        runtime = [p for lib in ("lib64", "lib") for p in (toolkit / lib).glob("libcudart.so*")]
+        options["extra_link_args"] = [str(sorted(runtime)[0])]
+    return CppExtension("longspark_sglang._C", files, **options), BuildExtension
 
 
 def forgiving(command):
@@ -152,6 +179,8 @@ def main():
         setup()
         return
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+    if build == "cuda":
+        os.environ["CUDA_HOME"] = str(find_cuda())  # where torch's build command looks for nvcc
     module, command = extension(build)
     if asked == "auto":
         command = forgiving(command)
@@ -159,4 +188,5 @@ def main():
     setup(ext_modules=[module], cmdclass={"build_ext": command})
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ another one only spills and compilation itself are held against it. --update wri
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -35,6 +36,10 @@ def nvcc() -> str:
     """The compiler's path, or exit."""
     home = os.environ.get("CUDA_HOME")
     found = shutil.which(f"{home}/bin/nvcc" if home else "nvcc")
+    # Else the one that pip installed next to torch.
+    package = importlib.util.find_spec("nvidia")
+    for folder in package.submodule_search_locations or [] if package else []:
+        found = found or shutil.which(f"{folder}/cu13/bin/nvcc")
     if found is None:
         sys.exit("no nvcc found; put it on PATH or set CUDA_HOME")
     return found
