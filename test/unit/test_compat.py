@@ -503,10 +503,33 @@ def test_the_launcher_lists_every_refusal_at_once(tiny_target: Path, tiny_drafte
     assert good == ["served", 8, 48]
 
 
-def test_the_launcher_explains_a_broken_plugin(tiny_target: Path) -> None:
+def test_the_launcher_explains_a_broken_plugin(tiny_target: Path, tiny_drafter: Path) -> None:
     model = ["--model-path", str(tiny_target), "--device", "cpu"]
-    (answer,) = launch("broken", [*model, "--speculative-algorithm", "LONGSPARK"])
-    assert answer[0] == "ValueError"
-    assert "the LONGSPARK plugin failed to load" in answer[1]
-    assert "sglang.srt.no_such_module.name is gone" in answer[1]
-    assert "Unknown speculative algorithm" not in answer[1]
+    plain = [*model, "--speculative-algorithm", "LONGSPARK"]
+    # With a drafter SGLang would look into its folder first and complain about that.
+    with_drafter = [*plain, "--speculative-draft-model-path", str(tiny_drafter)]
+    for answer in launch("broken", plain, with_drafter):
+        assert answer[0] == "ValueError"
+        assert "the LONGSPARK plugin failed to load" in answer[1]
+        assert "sglang.srt.no_such_module.name is gone" in answer[1]
+        assert "Unknown speculative algorithm" not in answer[1]
+
+
+def test_what_sglang_rewrites_before_it_asks_us() -> None:
+    assert "--attn-dp-size 1" in compat.server_refusals(served(attn_dp_size=2))[0]
+    copied = {"speculative_draft_model_quantization": "fp8"}  # of the target's --quantization
+    mark = "_speculative_draft_quantization_explicitly_set"
+    assert compat.server_refusals(served(**copied, **{mark: False})) == []
+    for args in (served(**copied, **{mark: True}), served(**copied)):
+        (reason,) = compat.server_refusals(args)
+        assert "--speculative-draft-model-quantization" in reason
+
+
+@pytest.mark.parametrize(("tp_size", "refused"), [(1, 0), (2, 0), (3, 3), (8, 1)])
+def test_ranks_that_cannot_share_the_heads_are_refused(
+    tiny_drafter: Path, tp_size: int, refused: int
+) -> None:
+    config = LongSparkConfig.from_pretrained(tiny_drafter)  # 4 query heads, 2 KV heads, MLP 512
+    reasons = compat.parallel_refusals(tp_size, config)
+    assert len(reasons) == refused
+    assert all(f"--tp-size {tp_size}" in reason for reason in reasons)

@@ -47,6 +47,7 @@ def refusals(args: Any) -> list[str]:
             f"the drafter {args.speculative_draft_model_path!r} cannot be read: {error}",
         ]
     reasons += compat.verify_width_refusals(args.speculative_num_draft_tokens, config)
+    reasons += compat.parallel_refusals(int(args.tp_size), config)
     return reasons
 
 

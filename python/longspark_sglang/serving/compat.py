@@ -159,7 +159,7 @@ def missing_symbols() -> list[str]:
             found: Any = importlib.import_module(symbol.module)
             for part in symbol.path.split("."):
                 found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # an import of SGLang may fail in many ways (a broken driver)
             problems.append(f"{name} is gone ({error})")
             continue
         if symbol.parameters:
@@ -208,8 +208,9 @@ def server_refusals(args: Any) -> list[str]:
         "pipeline parallelism: the tapped layers must live on one rank; use --pp-size 1",
     )
     refuse(
-        get("enable_dp_attention"),
-        "DP attention is not supported yet; drop --enable-dp-attention",
+        # SGLang rewrites the first spelling into the second before it asks us.
+        get("enable_dp_attention") or (get("attn_dp_size") or 1) > 1,
+        "DP attention is not supported yet; drop --enable-dp-attention (use --attn-dp-size 1)",
     )
     refuse(
         (get("attn_cp_size") or 1) > 1 or (get("dcp_size") or 1) > 1,
@@ -239,8 +240,10 @@ def server_refusals(args: Any) -> list[str]:
             value is not None and float(value) != 1.0,
             f"--{name.replace('_', '-')} {value} changes the output distribution; use 1.0",
         )
+    # SGLang copies the target's --quantization into this field; its own mark tells who set it.
+    asked_for = get("_speculative_draft_quantization_explicitly_set")
     refuse(
-        get("speculative_draft_model_quantization"),
+        get("speculative_draft_model_quantization") if asked_for is None else asked_for,
         "a quantised drafter is not supported; drop --speculative-draft-model-quantization",
     )
     refuse(
@@ -276,6 +279,25 @@ def verify_width_refusals(width: int | None, config: LongSparkConfig) -> list[st
         f"--speculative-num-draft-tokens {width}: this drafter verifies 2 to "
         f"{config.verify_width} tokens a round (anchor included)"
     ]
+
+
+def parallel_refusals(tp_size: int, config: LongSparkConfig) -> list[str]:
+    """The drafter's heads and MLP are split over the target's ranks, so they must divide evenly."""
+    reasons = []
+    for name, size in (
+        ("query heads", config.num_attention_heads),
+        ("MLP columns", config.intermediate_size),
+    ):
+        if size % tp_size:
+            reasons.append(
+                f"--tp-size {tp_size} does not divide the drafter's {size} {name}; use a divisor"
+            )
+    kv_heads = config.num_key_value_heads
+    if kv_heads % tp_size and tp_size % kv_heads:
+        reasons.append(
+            f"--tp-size {tp_size} and the drafter's {kv_heads} KV heads: one must divide the other"
+        )
+    return reasons
 
 
 def target_refusals(hf_config: Any, config: LongSparkConfig) -> list[str]:

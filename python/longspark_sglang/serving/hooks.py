@@ -17,15 +17,15 @@ def _is_longspark(spec_algorithm: Any) -> bool:
     return getattr(spec_algorithm, "name", None) == ALGORITHM
 
 
-def algorithm_alias(original, algorithm, *args, **kwargs) -> str | None:
+def algorithm_alias(original, speculative_algorithm, *args, **kwargs) -> str | None:
     """Resolve the algorithm's name without opening the drafter as a transformers model.
 
     SGLang would ask AutoConfig first, whose error about a missing or broken folder would come
     before ours and hide the other refusals.
     """
-    if (algorithm or "").upper() == ALGORITHM:
+    if (speculative_algorithm or "").upper() == ALGORITHM:
         return ALGORITHM
-    return original(algorithm, *args, **kwargs)
+    return original(speculative_algorithm, *args, **kwargs)
 
 
 def row_headroom(original) -> int:
@@ -99,8 +99,9 @@ def _empty_verify_input(width: int) -> Any:
 
 _SCHEDULER = "sglang.srt.managers.scheduler_components"
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+ALIAS = "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
 HOOKS = {
-    "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias": algorithm_alias,
+    ALIAS: algorithm_alias,
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": row_headroom,
     "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin.validate_dllm_request": request_refusal,
     f"{_SCHEDULER}.internal_state.SchedulerInternalStateController._add_speculative": report_state,

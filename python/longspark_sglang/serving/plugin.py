@@ -61,6 +61,16 @@ def _register_failure(error: Exception) -> None:
 
     from longspark_sglang.serving import compat
 
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        from longspark_sglang.serving import hooks
+
+        # Else SGLang's own complaint about the drafter's config comes before the explanation below.
+        HookRegistry.register(hooks.ALIAS, hooks.algorithm_alias, HookType.AROUND)
+    except Exception:
+        logger.exception("the drafter's config may be reported before the reason above")
+
     def explain(args: Any) -> None:
         raise ValueError(
             f"the LONGSPARK plugin failed to load with sglang {compat.installed_sglang()}: "
