@@ -3,6 +3,7 @@
 # make test    install everything, run the tests     TESTS=test/unit     TEST_ARGS="-x -k name"
 # make lint    ruff, mypy, clang-format
 # make cuda-compile  compile the kernels for every GPU architecture, compare with their budget (no GPU)
+# make gpu-check     on a GPU: build, test, sanitize, time the kernels; writes benchmark/results
 # make sanitize      run the kernels' source on the CPU under AddressSanitizer and UBSan
 # make clean   remove everything that the others made in this folder
 #
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 # The compiler's ninja is a console script of the environment.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install serve test lint cuda-compile sanitize clean
+.PHONY: install serve test lint cuda-compile sanitize gpu-check clean
 .DEFAULT_GOAL := install
 
 install:
@@ -50,6 +51,11 @@ sanitize: install
 	LONGSPARK_SANITIZE=1 ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest test/ops -k 'emulation or kernel_orders' $(TEST_ARGS)
+
+# Not through `install`: a GPU box needs torch and a CUDA toolkit for this, not SGLang.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu-check:
+	PYTHONPATH=python $(GPU_PYTHON) benchmark/gpu_check.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -70,6 +70,7 @@ def build(sanitize: bool = False) -> Path:
             for stale in folder.glob("*.o"):
                 stale.unlink()
         headers = [p for p in CSRC.rglob("*") if p.suffix in (".h", ".cuh", ".cu")]
+        headers = [path for path in headers if path.parent.name != "cpu"]
         newest = max(path.stat().st_mtime for path in headers)
         stale_objects = []
         objects = []
