@@ -1,6 +1,6 @@
 # make serve   install everything, start SGLang with LONGSPARK, print how to talk to it
 #              MODEL= DRAFT=  folders or hub ids     PORT=30000     ARGS="more SGLang options"
-# make test    install everything, run the tests     TESTS=test/unit     TEST_ARGS="-x -k name"
+# make test    install everything, run the tests     TESTS=test/unit     TEST_ARGS="-x -k name"     JOBS=2
 # make lint    ruff, mypy, clang-format
 # make cuda-compile  compile the kernels for every GPU architecture, compare with their budget (no GPU)
 # make gpu-check     on a GPU: build, test, sanitize, time the kernels; writes benchmark/results
@@ -13,6 +13,8 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 PORT ?= 30000
 TESTS ?= test
+# Two test processes: starting a server is half waiting, half one busy core.
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 # The compiler's ninja is a console script of the environment.
@@ -32,7 +34,7 @@ serve: install
 # Torch's threads wait by spinning, so more of them than cores, over all processes, are very slow.
 test: export OMP_NUM_THREADS ?= 1
 test: install
-	$(BIN)/python -m pytest $(TESTS) $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS) $(TEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check --no-cache .
