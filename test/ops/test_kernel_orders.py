@@ -57,3 +57,38 @@ def test_same_bits_in_every_order(name):
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
+
+
+BATCHED = {
+    "block_attention": ("query", "slots", "rows", "lens", "block_key", "block_value"),
+    "markov_step": ("base_logits", "prev"),
+    "draft_sample": ("base_logits", "prev", "temperature", "seed", "position"),
+    "accept_chain": (
+        "target_probs",
+        "draft_tokens",
+        "draft_logq",
+        "base_logits",
+        "anchors",
+        "temperature",
+        "point_mass",
+        "uniforms",
+        "uniform_final",
+        "limit",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", BATCHED)
+def test_a_request_gets_the_same_bits_alone_as_in_a_batch(op):
+    """Of 20 requests some share a tile of 16 with others and some do not."""
+    case = {
+        "block_attention": lambda: test_block_attention.case_of([5, 30, 0, 17], kv_heads=1),
+        "markov_step": lambda: test_markov_step.case_of(20),
+        "draft_sample": lambda: test_draft_sample.case_of([0.0, 1.0] * 10, rank=32),
+        "accept_chain": lambda: test_accept_chain.case_of(20, rank=32, dtype=torch.bfloat16),
+    }[op]()
+    together = leaves(run(op, "emulation", **case)[0])
+    for b in range(len(together[0])):
+        alone = {k: v[b : b + 1] if k in BATCHED[op] else v for k, v in case.items()}
+        for whole, part in zip(together, leaves(run(op, "emulation", **alone)[0]), strict=True):
+            assert torch.equal(whole[b : b + 1], part)

@@ -19,8 +19,10 @@ class ArgumentError(ValueError):
 
 
 @lru_cache(maxsize=256)
-def _names(shape: str) -> tuple[str, ...]:
-    return tuple(shape.split())
+def _parsed(shape: str) -> tuple[tuple[str, int], ...]:
+    """Each dimension's name and what is added to it: "B K+1" -> (("B", 0), ("K", 1))."""
+    parts = (name.partition("+") for name in shape.split())
+    return tuple((name, int(more or 0)) for name, _, more in parts)
 
 
 def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
@@ -50,11 +52,12 @@ class Checker:
         last_contiguous: bool = True,
     ) -> None:
         """Check one tensor's device, dtype, shape and (unless told otherwise) unit last stride."""
-        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
-        if tensor.dtype not in allowed:
-            self.problems.append(
-                f"{name} must be {_dtype_names(allowed)}, not {_dtype_names([tensor.dtype])}"
-            )
+        if tensor.dtype is not dtypes:
+            allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+            if tensor.dtype not in allowed:
+                self.problems.append(
+                    f"{name} must be {_dtype_names(allowed)}, not {_dtype_names([tensor.dtype])}"
+                )
         if tensor.device != self.device:
             self.problems.append(f"{name} is on {tensor.device}, expected {self.device}")
         self.shape(name, tensor, shape)
@@ -64,28 +67,21 @@ class Checker:
             )
 
     def shape(self, name: str, tensor: torch.Tensor, shape: str) -> None:
-        names = _names(shape)
-        if tensor.dim() != len(names):
+        """Check the shape alone; a name that has no size yet gets this tensor's."""
+        expected = _parsed(shape)
+        actual = tensor.shape
+        if len(actual) != len(expected):
             self.problems.append(
-                f"{name} has shape {list(tensor.shape)}, expected [{', '.join(names)}]"
+                f"{name} has shape {list(actual)}, expected [{', '.join(shape.split())}]"
             )
             return
-        for axis, (symbol, size) in enumerate(zip(names, tensor.shape, strict=True)):
-            wanted = self.size(symbol)
-            if wanted is None:
-                self.sizes[symbol] = size
-            elif wanted != size:
+        for axis, (symbol, more) in enumerate(expected):
+            size = self.sizes.setdefault(symbol, actual[axis] - more)
+            if size + more != actual[axis]:
                 self.problems.append(
-                    f"{name} has shape {list(tensor.shape)}, expected [{', '.join(names)}] "
-                    f"with {symbol} = {wanted} (dimension {axis})"
+                    f"{name} has shape {list(actual)}, expected [{', '.join(shape.split())}] "
+                    f"with {shape.split()[axis]} = {size + more} (dimension {axis})"
                 )
-
-    def size(self, symbol: str) -> int | None:
-        """The size bound to `symbol`; "K+1" means one more than K."""
-        if symbol.endswith("+1"):
-            base = self.sizes.get(symbol[:-2])
-            return None if base is None else base + 1
-        return self.sizes.get(symbol)
 
     def pool(
         self, name: str, pool: torch.Tensor, dtypes: torch.dtype | Sequence[torch.dtype]
