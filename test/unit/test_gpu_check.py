@@ -166,6 +166,34 @@ def test_a_timed_row_holds_everything_that_was_measured(monkeypatch):
     assert row["others_us"] == pytest.approx({"a": 2.0, "b (eager)": 7.0})
 
 
+def test_gpu_and_emulation_may_differ_by_rounding_only():
+    ones = torch.ones(8)
+    near, far = ones + 2e-6, ones + 1e-4
+    inside = {
+        "block_attention": [(ones, near), (ones.bfloat16(), ones.bfloat16() * 1.01)],
+        "markov_step": [(ones, ones + 0.01)],
+        "draft_sample": [(ones, near), (torch.arange(20), torch.arange(20).clamp(max=18))],
+        "summary_merge": [(-torch.inf * ones, -torch.inf * ones)],
+        "window_gather": [(ones, ones)],
+    }
+    outside = {
+        "block_attention": [(ones, far), (ones, torch.full((8,), torch.nan))],
+        "summary_merge": [
+            (torch.cat([ones, -torch.inf * ones]), torch.cat([far, -torch.inf * ones])),
+            (ones, -torch.inf * ones),
+        ],
+        "draft_sample": [(torch.arange(8), torch.zeros(8, dtype=torch.int64))],
+        "window_gather": [(ones, near)],
+        "window_index": [(torch.arange(20), torch.arange(20).clamp(max=18))],
+    }
+    arguments = {"base_logits": torch.zeros(1, dtype=torch.bfloat16)}
+    for expected, pairs in ((True, inside), (False, outside)):
+        for op, results in pairs.items():
+            for a, b in results:
+                difference, allowed = gpu_check.compared(op, arguments, a, b)
+                assert (difference <= allowed) is expected, (op, difference, allowed)
+
+
 def test_differing_names_what_differs():
     a = {"x": torch.tensor([1.0, torch.nan]), "y": torch.tensor([1])}
     assert gpu_check.differing(a, {name: value.clone() for name, value in a.items()}) == []
