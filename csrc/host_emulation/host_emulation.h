@@ -5,12 +5,11 @@
 // with an exception that names kernel source line, block and thread:
 //   - barriers and collectives that not all threads of the block or warp reach, or reach elsewhere;
 //   - global accesses outside the tensors of the call, stores to inputs, misaligned accesses;
-//   - shared memory: accesses outside it, loads of what was never stored, and races (two threads
-//   touch
-//     the same bytes, one of them storing, with no barrier between).
-// Shared memory is refilled with 0xFF (NaN) before each block. Not modelled: races between blocks,
-// the memory model inside one barrier interval, timing, occupancy, and the exact rounding of fast
-// math and tensor cores.
+//   - races, in shared memory and in whatever the call may store to: two threads touch the same
+//     bytes, one of them storing, with neither a barrier nor the launch's end between;
+//   - accesses outside the shared memory, and loads of shared memory that was never stored to.
+// Shared memory is refilled with 0xFF (NaN) before each block. Not modelled: the memory model
+// inside one barrier interval, timing, occupancy, the exact rounding of fast math and tensor cores.
 #pragma once
 
 #include <algorithm>

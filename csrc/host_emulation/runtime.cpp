@@ -9,16 +9,15 @@
 
 #include "fiber.h"
 #include "host_emulation.h"
+#include "races.h"
 
 namespace longspark::emulation {
 
 namespace {
 
-constexpr int kWarpSize = 32;
 constexpr size_t kArenaBytes =
     96 * 1024;  // below the least dynamic limit of the GPUs meant (99 KiB)
 constexpr size_t kStaticLimit = 48 * 1024;
-constexpr size_t kCell = 2;  // bytes that one race record covers: the smallest element
 
 struct Settings {
   uint64_t seed = 1;
@@ -31,6 +30,7 @@ struct Range {
   const char* end;
   bool writable;
   const char* name;
+  std::unique_ptr<RaceRecords> races;  // of what may be stored to, from the first access on
 };
 thread_local std::vector<Range> ranges;
 thread_local int scopes = 0;
@@ -46,19 +46,6 @@ struct Thread {
   size_t bytes;         // of the collective's value
   int64_t collectives;  // taken part in so far
   Fiber fiber;
-};
-
-// Who last touched a cell of shared memory. Time is counted in barriers: `block` counts those of
-// the block (never reset, so records of earlier blocks are old), `warp` those of the thread's warp.
-struct Touch {
-  int thread = -1;
-  int64_t block = -1, warp = -1;
-};
-struct Cell {
-  Touch store, load;                  // the latest of each
-  bool several_warps_loaded = false;  // since the last block barrier
-  bool several_lanes_loaded = false;  // of one warp, since its last barrier
-  int64_t stored_in_block_run = -1;
 };
 
 struct Allocation {
@@ -78,8 +65,8 @@ struct Arena {
   std::unique_ptr<char[]> storage{new char[kArenaBytes + 128]};
   char* base =
       reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(storage.get()) + 127) & ~127ull);
-  std::vector<Cell> cells{kArenaBytes / kCell};
-  int64_t block_runs = 0, block_barriers = 0;
+  RaceRecords races{kArenaBytes};
+  uint32_t block_runs = 0, block_barriers = 0;
 };
 thread_local std::unique_ptr<Arena> arena;
 
@@ -95,6 +82,7 @@ class BlockRun {
                                " is not a multiple of 32 up to 1024 in x alone");
     }
     if (!arena) arena = std::make_unique<Arena>();
+    launch_begin_ = arena->block_runs + 1;
     warps_.resize(count_ / kWarpSize);
     for (int i = 0; i < count_; ++i) {
       Thread& t = threads_[i];
@@ -208,7 +196,7 @@ class BlockRun {
 
  private:
   struct Warp {
-    int64_t barriers = 0;  // never reset, as the block's
+    uint32_t barriers = 0;  // never reset, as the block's
     int waiting, done;
     alignas(16) char buffer[2][kWarpSize * kMostExchanged];
   };
@@ -282,11 +270,16 @@ class BlockRun {
     const Range* near = nullptr;
     for (size_t i = 0; i < ranges.size(); ++i) {
       // Accesses to one tensor come in runs: begin with the one that was right last time.
-      const Range& r = ranges[(latest_range_ + i) % ranges.size()];
+      Range& r = ranges[(latest_range_ + i) % ranges.size()];
       if (at >= r.begin && at + bytes <= r.end) {
         latest_range_ = &r - ranges.data();
         if (is_store && !r.writable) {
           throw error(std::string("store to ") + r.name + ", which is an input", site);
+        }
+        if (r.writable) {
+          if (!r.races) r.races = std::make_unique<RaceRecords>(r.end - r.begin);
+          std::string wrong = r.races->access(at - r.begin, bytes, is_store, now(), launch_begin_);
+          if (!wrong.empty()) throw error(wrong + " (" + r.name + ")", site);
         }
         return;
       }
@@ -309,48 +302,18 @@ class BlockRun {
     return false;
   }
 
-  // Whether the thread that left `touch` is another one, with no barrier since.
-  bool is_unordered(const Touch& touch) const {
-    const Thread& me = *running_;
-    if (touch.thread < 0 || touch.thread == me.index || touch.block != arena->block_barriers) {
-      return false;
-    }
-    bool same_warp = touch.thread / kWarpSize == me.warp;
-    return !same_warp || touch.warp == warps_[me.warp].barriers;
+  Moment now() const {
+    return {running_->index, arena->block_runs, arena->block_barriers,
+            warps_[running_->warp].barriers};
   }
 
   void access_shared(size_t begin, size_t bytes, bool is_store, Site site) {
     if (!is_allocated(begin, bytes)) throw error("access outside the shared memory", site);
-    const Thread& me = *running_;
-    Touch now{me.index, arena->block_barriers, warps_[me.warp].barriers};
-    for (size_t i = begin / kCell; i < (begin + bytes + kCell - 1) / kCell; ++i) {
-      Cell& cell = arena->cells[i];
-      if (is_unordered(cell.store)) {
-        throw error("race: another thread (" + std::to_string(cell.store.thread) +
-                        ") stored here and no barrier came between",
-                    site);
-      }
-      bool loaded_here = cell.load.block == arena->block_barriers;
-      bool same_warp = cell.load.thread / kWarpSize == me.warp;
-      bool loaded_now = loaded_here && same_warp && cell.load.warp == now.warp;
-      if (is_store) {
-        if (is_unordered(cell.load) || (loaded_here && cell.several_warps_loaded) ||
-            (loaded_now && cell.several_lanes_loaded)) {
-          throw error("race: another thread (" + std::to_string(cell.load.thread) +
-                          ") loaded this and no barrier came between",
-                      site);
-        }
-        cell.store = now;
-        cell.stored_in_block_run = arena->block_runs;
-      } else {
-        if (cell.stored_in_block_run != arena->block_runs) {
-          throw error("load of shared memory that was never stored to", site);
-        }
-        cell.several_warps_loaded = loaded_here && (cell.several_warps_loaded || !same_warp);
-        cell.several_lanes_loaded =
-            loaded_now && (cell.several_lanes_loaded || cell.load.thread != me.index);
-        cell.load = now;
-      }
+    // Each block has shared memory of its own; that they use the same bytes here is no race.
+    std::string wrong = arena->races.access(begin, bytes, is_store, now(), arena->block_runs);
+    if (!wrong.empty()) throw error(wrong, site);
+    if (!is_store && !arena->races.was_stored(begin, bytes, arena->block_runs)) {
+      throw error("load of shared memory that was never stored to", site);
     }
   }
 
@@ -380,6 +343,7 @@ class BlockRun {
   const std::function<void()>& kernel_;
   const int count_;
   const size_t dynamic_bytes_;
+  uint32_t launch_begin_;
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
   std::vector<Thread*> ready_;
@@ -404,7 +368,7 @@ MemoryScope::~MemoryScope() {
 
 void allow(const void* begin, size_t bytes, bool writable, const char* name) {
   const char* at = static_cast<const char*>(begin);
-  ranges.push_back({at, at + bytes, writable, name});
+  ranges.push_back({at, at + bytes, writable, name, nullptr});
 }
 
 const Identity& self() { return current->self(); }
