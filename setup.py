@@ -130,10 +130,12 @@ def extension(build):
 
     cxx = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden"]
     cxx += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-psabi"]
+    cxx += ["-fopenmp"]  # at::parallel_for runs serially in code compiled without
     files = ["csrc/schemas.cpp", *sources("csrc/cpu", ".cpp")]
     options = {
         "include_dirs": [str(ROOT / "csrc/include"), str(ROOT / "csrc")],
         "extra_compile_args": {"cxx": cxx},
+        "extra_link_args": ["-fopenmp"],
     }
     if build == "cuda":
         toolkit = Path(os.environ["CUDA_HOME"])
@@ -144,7 +146,7 @@ def extension(build):
         options["libraries"] = ["c10_cuda", "torch_cuda"]
         # By its file: the pip-installed toolkit has the library but not the name to link by.
         runtime = [p for lib in ("lib64", "lib") for p in (toolkit / lib).glob("libcudart.so*")]
-        options["extra_link_args"] = [str(sorted(runtime)[0])]
+        options["extra_link_args"].append(str(sorted(runtime)[0]))
     return CppExtension("longspark_sglang._C", files, **options), BuildExtension
 
 

@@ -11,6 +11,7 @@ from .dispatch import BackendError, sources
 from .draft_sample import draft_sample
 from .gumbel import gumbel_noise
 from .markov_step import markov_step
+from .paged_attention import paged_attention
 from .summary_merge import summary_merge, summary_merge_bulk
 from .window_gather import window_gather, window_index, window_index_paged
 
@@ -23,6 +24,7 @@ __all__ = [
     "draft_sample",
     "gumbel_noise",
     "markov_step",
+    "paged_attention",
     "sources",
     "summary_merge",
     "summary_merge_bulk",
