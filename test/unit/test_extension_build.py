@@ -63,9 +63,9 @@ def test_auto_with_a_device_needs_its_toolkit(build, monkeypatch):
     assert build.decide("auto")[0] == "cpu"
     assert "no CUDA toolkit found" in build.decide("auto")[1]
     assert refusal(build, "cuda").startswith("LONGSPARK_BUILD=cuda: no CUDA toolkit found")
-    monkeypatch.setattr(build, "find_cuda", lambda: Path("/toolkits/cuda"))
+    monkeypatch.setattr(build, "find_cuda", lambda: Path("/toolkit"))
     monkeypatch.setattr(build, "cuda_release", lambda toolkit: 12)
-    assert build.decide("auto") == ("cpu", "/toolkits/cuda is CUDA 12, torch needs 13; set CUDA_HOME")
+    assert build.decide("auto") == ("cpu", "/toolkit is CUDA 12, torch needs 13; set CUDA_HOME")
     assert "torch needs 13" in refusal(build, "cuda")
     monkeypatch.setattr(build, "cuda_release", lambda toolkit: 13)
     assert build.decide("auto")[0] == "cuda"
