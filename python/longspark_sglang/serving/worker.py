@@ -137,16 +137,20 @@ class LongSparkWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Run one scheduled batch: a prefill pass or one round of speculation."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._prefill(batch, on_publish)
+            return self._prefill(batch, on_publish, grammar_barrier)
         if batch.forward_mode.is_idle():
             return self._idle(on_publish)
         return self._round(batch, on_publish, grammar_barrier)
 
-    def _prefill(self, batch, on_publish) -> GenerationBatchResult:
+    def _prefill(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         """The target's own prefill and first token; then the state of each request is extended."""
         extend_lens = torch.tensor(batch.extend_lens, device=self.device)
         self.taps.rows = extend_lens.cumsum(0) - 1
         self.sampler.before_extend(batch)
+        if grammar_barrier is not None and batch.has_grammar and batch.decoding_reqs:
+            # Mixed chunk: the requests that ride along still have a round in flight, and SGLang's
+            # sampler masks their token by their grammars without waiting for it.
+            grammar_barrier()
         result = self._target_worker.forward_batch_generation(batch)
         self.sampler.after_extend(batch, result.next_token_ids)
         row_ids = [req.kv.req_pool_idx for req in batch.reqs]
