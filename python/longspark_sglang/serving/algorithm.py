@@ -11,6 +11,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from longspark_sglang.checkpoint import CheckpointError
 from longspark_sglang.config import ConfigError, LongSparkConfig
 from longspark_sglang.serving import compat
+from longspark_sglang.serving.target_distribution import sampler_refusals
 
 # As SGLang's own speculative algorithms do: an unbounded batch would leave no memory for state.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -34,7 +35,7 @@ def drafter_config(args: Any) -> LongSparkConfig:
 
 def refusals(args: Any) -> list[str]:
     """Everything that keeps LONGSPARK from serving these arguments, in one list."""
-    reasons = compat.environment_problems() + compat.server_refusals(args)
+    reasons = compat.environment_problems() + compat.server_refusals(args) + sampler_refusals(args)
     if not args.speculative_draft_model_path:
         return reasons
     try:
