@@ -68,8 +68,8 @@ struct BlockAttention {
 };
 
 struct SummaryMerge {
-  Type type, query_type;  // of the pools; of the queries: the same or kFloat
-  const void* queries;    // [L, Hq, R, d]
+  Type type;            // of queries and pools
+  const void* queries;  // [L, Hq, R, d]
   int64_t query_strides[3];
   const Pool* keys;    // [L]
   const Pool* values;  // [L]

@@ -21,12 +21,9 @@ void merge(const char* op, const Tensor& queries, TensorList key_pools, TensorLi
   check_head_dim(key_pools[0], op);
   SummaryMerge a{};
   a.type = type_of(key_pools[0]);
-  // Queries of another type than the pools' are taken as fp32.
-  Tensor queries_here = queries;
-  if (type_of(queries) != a.type) queries_here = queries.to(at::kFloat);
-  a.query_type = type_of(queries_here);
-  a.queries = queries_here.const_data_ptr();
-  copy_strides(queries_here, a.query_strides);
+  TORCH_CHECK(type_of(queries) == a.type, "longspark.", op, ": queries and pools differ in dtype");
+  a.queries = queries.const_data_ptr();
+  copy_strides(queries, a.query_strides);
   std::vector<Pool> keys, values;
   int64_t pool_rows = INT64_MAX;
   for (size_t l = 0; l < key_pools.size(); ++l) {

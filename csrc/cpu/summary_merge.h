@@ -16,14 +16,6 @@ constexpr float kLn2 = 0.69314718f;
 constexpr int64_t kFewRows = 8;       // rows merged in one pass over the state
 constexpr int64_t kMostFewRows = 24;  // more take the other way
 
-// Pools of T, queries of Q: T, or float where the two differ.
-template <class T, class Q>
-struct MergeMath {
-  using Score =
-      std::conditional_t<std::is_same_v<T, Q>, typename Fp32Weights<T>::Score, MultiplyF32>;
-  using Weigh = MultiplyF32;
-};
-
 // Merging (old_lse, part_lse) and what it makes of the values: new = keep * old + take * part.
 struct Blend {
   Floats<8> lse, keep, take;
@@ -40,11 +32,11 @@ inline Blend blend(Floats<8> old_lse, Floats<8> part_lse) {
 }
 
 // The rows of queries and state that belong to one KV head: `count` of them, group * slots.
-template <class Q>
+template <class T>
 struct SummaryRows {
   SummaryRows(const SummaryMerge& a, Arena& arena)
       : count(a.heads / a.kv_heads * a.slots_per_head), padded(round_up(count, 8)) {
-    query = arena.take<const Q*>(padded);
+    query = arena.take<const T*>(padded);
     value = arena.take<float*>(padded);
     lse = arena.take<float*>(padded);
   }
@@ -57,7 +49,7 @@ struct SummaryRows {
         query[i] = nullptr;
         continue;
       }
-      query[i] = static_cast<const Q*>(a.queries) + layer * a.query_strides[0] +
+      query[i] = static_cast<const T*>(a.queries) + layer * a.query_strides[0] +
                  head * a.query_strides[1] + slot * a.query_strides[2];
       value[i] = a.state_value + state_row * a.value_strides[0] + layer * a.value_strides[1] +
                  head * a.value_strides[2] + slot * a.value_strides[3];
@@ -76,16 +68,16 @@ struct SummaryRows {
   }
 
   int64_t count, padded;
-  const Q** query;
+  const T** query;
   float** value;
   float** lse;
 };
 
-template <class T, class Q>
+template <class T>
 class MergeFewRows {
  public:
   MergeFewRows(const SummaryMerge& a, Arena& arena) : a_(a), state_(a, arena) {
-    constexpr bool kConvert = Score::kPack == 1 && !std::is_same_v<Q, float>;
+    constexpr bool kConvert = Score::kPack == 1 && !std::is_same_v<T, float>;
     packed_ = arena.take<uint32_t>(kFewRows * a.head_dim);
     values_ = arena.take<float>(kFewRows * a.head_dim);
     query_copy_ = arena.take<float>(kConvert ? state_.padded * a.head_dim : 0);
@@ -109,11 +101,11 @@ class MergeFewRows {
   }
 
  private:
-  using Score = typename MergeMath<T, Q>::Score;
+  using Score = typename Fp32Weights<T>::Score;
 
   void set_queries() {
     for (int64_t i = 0; i < state_.count; ++i) {
-      if constexpr (Score::kPack == 1 && !std::is_same_v<Q, float>) {
+      if constexpr (Score::kPack == 1 && !std::is_same_v<T, float>) {
         float* copy = query_copy_ + i * a_.head_dim;
         to_floats(state_.query[i], copy, a_.head_dim);
         queries_[i] = copy;
@@ -203,7 +195,7 @@ class MergeFewRows {
   }
 
   const SummaryMerge& a_;
-  SummaryRows<Q> state_;
+  SummaryRows<T> state_;
   uint32_t* packed_;  // [depth][8] the new keys as lanes
   float* values_;     // [8][head_dim]
   float* query_copy_;
@@ -212,7 +204,7 @@ class MergeFewRows {
   float* keep_;     // [queries]
 };
 
-template <class T, class Q>
+template <class T>
 class MergeManyRows {
  public:
   MergeManyRows(const SummaryMerge& a, Arena& arena)
@@ -255,7 +247,7 @@ class MergeManyRows {
   }
 
  private:
-  using Rows = RowBlock<T, MergeMath<T, Q>>;
+  using Rows = RowBlock<T, Fp32Weights<T>>;
 
   void merge() {
     const int64_t dim = a_.head_dim;
@@ -277,7 +269,7 @@ class MergeManyRows {
   }
 
   const SummaryMerge& a_;
-  SummaryRows<Q> state_;
+  SummaryRows<T> state_;
   Lanes lanes_;
   Rows rows_;
   float* part_;  // [queries][head_dim]
@@ -286,33 +278,24 @@ class MergeManyRows {
   const char** lines_;
 };
 
-// f(pool element, query element) for the types of `a`.
-template <class F>
-inline auto with_merge_types(const SummaryMerge& a, F&& f) {
-  return with_type(a.type, [&](auto t) {
-    if (a.query_type == a.type) return f(t, t);
-    return f(t, float{});
-  });
-}
-
 inline int64_t summary_merge_scratch(const SummaryMerge& a) {
-  return with_merge_types(a, [&](auto t, auto q) {
+  return with_type(a.type, [&](auto t) {
     Arena few(nullptr), many(nullptr);
-    MergeFewRows<decltype(t), decltype(q)> measured_few(a, few);
-    MergeManyRows<decltype(t), decltype(q)> measured_many(a, many);
+    MergeFewRows<decltype(t)> measured_few(a, few);
+    MergeManyRows<decltype(t)> measured_many(a, many);
     return few.used() > many.used() ? few.used() : many.used();
   });
 }
 
 inline void summary_merge(const SummaryMerge& a, const SummaryMergeUnit& unit, void* scratch) {
-  with_merge_types(a, [&](auto t, auto q) {
+  with_type(a.type, [&](auto t) {
     Arena arena(scratch);
     if (unit.count <= kMostFewRows) {
-      MergeFewRows<decltype(t), decltype(q)>(a, arena).run(unit.layer, unit.kv_head, unit.state_row,
-                                                           unit.ids, unit.count);
+      MergeFewRows<decltype(t)>(a, arena).run(unit.layer, unit.kv_head, unit.state_row, unit.ids,
+                                              unit.count);
     } else {
-      MergeManyRows<decltype(t), decltype(q)>(a, arena).run(unit.layer, unit.kv_head,
-                                                            unit.state_row, unit.ids, unit.count);
+      MergeManyRows<decltype(t)>(a, arena).run(unit.layer, unit.kv_head, unit.state_row, unit.ids,
+                                               unit.count);
     }
   });
 }
