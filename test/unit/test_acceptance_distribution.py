@@ -1,8 +1,7 @@
 """The law of what is emitted, against an exact enumeration (user case 8).
 
 20,000 requests with the same parameters decode in one batch until each has three tokens. The law of
-three tokens is enumerated in float64 numpy from the rules as SGLang documents them, sharing no code
-with the sampler.
+three tokens is enumerated (laws.py).
 """
 
 from __future__ import annotations
@@ -13,46 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
-from toy_serving import EOS, Batch, Toy, make_request, make_requests
+from laws import EOS, RULES, assert_follows, next_law, three_token_law
+from toy_serving import Batch, Toy, make_request, make_requests
 
 VOCAB, DRAFTS, ANCHOR, SAMPLES = 50, 3, 7, 20_000
 
 
-def next_law(row: np.ndarray, history: list[int], rules: dict[str, Any]) -> np.ndarray:
-    """Probabilities [V] of the next token; row: raw logits [V], history: generated tokens."""
-    logits = row.astype(np.float64).copy()
-    count = np.bincount(history, minlength=VOCAB)
-    logits -= rules.get("frequency_penalty", 0.0) * count
-    logits -= rules.get("presence_penalty", 0.0) * (count > 0)
-    factor = np.where(count > 0, rules.get("repetition_penalty", 1.0), 1.0)
-    logits = np.where(logits < 0, logits * factor, logits / factor)
-    if len(history) < rules.get("min_new_tokens", 0):
-        logits[[EOS, *rules.get("stop_token_ids", [])]] = -np.inf
-    for token, bias in rules.get("logit_bias", {}).items():
-        logits[int(token)] += bias
-    logits = logits / rules.get("temperature", 1.0)
-    weights = np.exp(logits - logits.max())
-    weights /= weights.sum()
-    order = np.argsort(-weights, kind="stable")
-    ranked = weights[order]
-    keep = np.arange(VOCAB) < rules.get("top_k", VOCAB)
-    keep &= np.cumsum(ranked) - ranked <= rules.get("top_p", 1.0)
-    keep &= ranked >= rules.get("min_p", 0.0) * ranked[0]
-    law = np.zeros(VOCAB)
-    law[order] = np.where(keep, ranked, 0.0)
-    return law / law.sum()
-
-
-def three_token_law(table: np.ndarray, rules: dict[str, Any]) -> np.ndarray:
+def toy_law(toy: Toy, rules: dict[str, Any]) -> np.ndarray:
     """[V, V, V] probabilities of the three tokens after the anchor (itself a generated token)."""
-    law = np.zeros((VOCAB,) * 3)
-    first = next_law(table[ANCHOR], [ANCHOR], rules)
-    for a in np.flatnonzero(first):
-        second = next_law(table[a], [ANCHOR, a], rules)
-        for b in np.flatnonzero(second):
-            law[a, b] = first[a] * second[b] * next_law(table[b], [ANCHOR, a, b], rules)
-    return law
+    table = toy.table.numpy()
+    return three_token_law(lambda tokens: table[(ANCHOR, *tokens)[-1]], rules, (ANCHOR,))
 
 
 def sample(toy: Toy, rules: dict[str, Any], seed: int) -> tuple[np.ndarray, float]:
@@ -73,55 +42,8 @@ def sample(toy: Toy, rules: dict[str, Any], seed: int) -> tuple[np.ndarray, floa
     return emitted[:, :3].numpy(), sum(accepted) / len(accepted)
 
 
-def assert_follows(tokens: np.ndarray, law: np.ndarray) -> None:
-    """Tokens [n, d] against their joint law over d axes.
-
-    Chi-square at p > 0.001 for the first token, the first two, and so on, and for each one alone
-    (one cell holds what is expected less than 5 times); nothing impossible; total variation within
-    what sampling explains.
-    """
-    axes = range(law.ndim)
-    for kept in {tuple(range(n)) for n in range(1, law.ndim + 1)} | {(axis,) for axis in axes}:
-        marginal = law.sum(tuple(axis for axis in axes if axis not in kept)).ravel()
-        cells = np.ravel_multi_index(tuple(tokens[:, kept].T), (law.shape[0],) * len(kept))
-        counts = np.bincount(cells, minlength=marginal.size)
-        assert counts[marginal == 0].sum() == 0, "a token of probability 0 was emitted"
-        p_value = chi_square(counts, marginal * len(tokens))
-        assert p_value > 0.001, f"chi-square of tokens {kept}: p = {p_value}"
-
-    counts = np.bincount(np.ravel_multi_index(tuple(tokens.T), law.shape), minlength=law.size)
-    draws = np.random.default_rng(0).multinomial(len(tokens), law.ravel() / law.sum(), size=20)
-    null = np.abs(draws / len(tokens) - law.ravel()).sum(1) / 2
-    distance = np.abs(counts / len(tokens) - law.ravel()).sum() / 2
-    assert distance < null.mean() + 5 * null.std(), f"TV {distance}, by chance {null.mean()}"
-
-
-def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """p value, cells expected less than 5 times taken together."""
-    often = expected >= 5
-    observed, wanted = counts[often], expected[often]
-    if expected[~often].sum() >= 5:
-        observed = np.append(observed, counts[~often].sum())
-        wanted = np.append(wanted, expected[~often].sum())
-    if len(wanted) < 2:
-        return 1.0
-    return float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
-
-
-RULES: dict[str, dict[str, Any]] = {
-    "cold": {"temperature": 0.3},
-    "plain": {"temperature": 1.0},
-    "hot": {"temperature": 2.0},
-    "top_p": {"temperature": 1.0, "top_p": 0.7},
-    "top_k": {"temperature": 1.0, "top_k": 5},
-    "min_p": {"temperature": 1.0, "min_p": 0.2},
+ALL_RULES = RULES | {
     "filters": {"temperature": 1.3, "top_k": 8, "top_p": 0.8, "min_p": 0.05},
-    "penalties": {
-        "temperature": 1.0,
-        "frequency_penalty": 1.2,
-        "presence_penalty": 0.6,
-        "repetition_penalty": 1.4,
-    },
     "everything": {
         "temperature": 0.8,
         "top_k": 20,
@@ -137,12 +59,12 @@ RULES: dict[str, dict[str, Any]] = {
 DRAFTERS = {"good": 0.2, "bad": 8.0}
 
 
-@pytest.mark.parametrize(("drafter", "name"), itertools.product(DRAFTERS, RULES))
+@pytest.mark.parametrize(("drafter", "name"), itertools.product(DRAFTERS, ALL_RULES))
 def test_three_token_law(drafter: str, name: str) -> None:
     toy = Toy(VOCAB, DRAFTS, noise=DRAFTERS[drafter], seed=1, fast=True)
-    tokens, accepted = sample(toy, RULES[name], seed=11)
+    tokens, accepted = sample(toy, ALL_RULES[name], seed=11)
     assert accepted > 0.4 if drafter == "good" else accepted < 0.3
-    assert_follows(tokens, three_token_law(toy.table.numpy(), RULES[name]))
+    assert_follows(tokens, toy_law(toy, ALL_RULES[name]))
 
 
 def test_the_check_notices_a_wrong_law() -> None:
@@ -151,17 +73,15 @@ def test_the_check_notices_a_wrong_law() -> None:
     tokens, _ = sample(toy, {"temperature": 1.0}, seed=11)
     for wrong in ({"temperature": 1.1}, {"logit_bias": {"20": 0.3}}, {"frequency_penalty": 0.5}):
         with pytest.raises(AssertionError, match="chi-square"):
-            assert_follows(tokens, three_token_law(toy.table.numpy(), wrong))
+            assert_follows(tokens, toy_law(toy, wrong))
     with pytest.raises(AssertionError, match="probability 0"):
-        assert_follows(
-            tokens, three_token_law(toy.table.numpy(), {"temperature": 1.0, "top_k": 45})
-        )
+        assert_follows(tokens, toy_law(toy, {"top_k": 45}))
 
 
 def test_neighbours_do_not_change_a_law() -> None:
     """One batch holds every kind of request; each kind follows its own law."""
     toy = Toy(VOCAB, DRAFTS, noise=0.5, seed=2)
-    kinds = [*RULES.values(), {"temperature": 0.0}]
+    kinds = [*ALL_RULES.values(), {"temperature": 0.0}]
     each = 2_000
     reqs = [make_request(row, **kinds[row % len(kinds)]) for row in range(each * len(kinds))]
     batch, sampler = Batch(reqs, VOCAB), toy.sampler(seed=5)
