@@ -100,6 +100,13 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("reqs", "tree", "sampling_info", "device", "barrier"),
     ),
     Symbol("sglang.srt.speculative.spec_utils", "GrammarTree.from_linear_chain", "call"),
+    Symbol(
+        "sglang.srt.speculative.spec_utils",
+        "sample_simulated_acc_len",
+        "call",
+        ("simulate_acc_len", "simulate_acc_method", "max_len"),
+    ),
+    Symbol("sglang.srt.environ", "envs", "field"),
     Symbol("sglang.srt.layers.logprob_processor", "compute_spec_logprobs", "call"),
     Symbol(
         "sglang.kernels.ops.speculative.cache_locs",

@@ -99,6 +99,7 @@ class Metrics:
         }
         return {
             **values,
+            "simulated_acceptance": worker.simulation and worker.simulation.as_dict(),
             "accepted_per_slot": list(self.accepted_per_slot),
             "owned_rows": worker.store.owned_rows(worker.req_to_token_pool.free_slots),
             "free_request_rows": worker.req_to_token_pool.available_size(),

@@ -28,6 +28,7 @@ from longspark_sglang.serving.acceptance import AcceptanceSampler, is_enabled, r
 from longspark_sglang.serving.algorithm import drafter_config
 from longspark_sglang.serving.drafter_runner import DrafterRunner
 from longspark_sglang.serving.metrics import Metrics, start_up_lines
+from longspark_sglang.serving.simulation import SimulatedAcceptance
 from longspark_sglang.serving.summary_store import SummaryStore
 from longspark_sglang.serving.taps import BoundaryTaps
 
@@ -83,6 +84,7 @@ class LongSparkWorker(BaseSpecWorker):
             tp_group=parallel.tp_group if parallel.tp_size > 1 else None,
             seed=target_worker.random_seed,  # already agreed on by all ranks
         )
+        self.simulation = SimulatedAcceptance.from_environment(runner.model_config.vocab_size)
         # Before the KV pool is sized, so that the state comes out of the memory that is still free.
         self._allocate_state(int(get_schedule().max_running_requests) + 1)
         self.check_every = compat.number("LONGSPARK_CHECK", 0)
@@ -121,6 +123,8 @@ class LongSparkWorker(BaseSpecWorker):
         self.metrics = Metrics(self, resolving_view(self._target_worker.server_args))
         for line in start_up_lines(self):
             logger.info(line)
+        if self.simulation is not None:
+            logger.warning(self.simulation.warning)
 
     def _allocate_state(self, rows: int) -> None:
         """State for `rows` rows of the request pool (row 0 is SGLang's padding row)."""
@@ -210,6 +214,10 @@ class LongSparkWorker(BaseSpecWorker):
             self.drafter.markov_w2,
             target.grammar_mask,
         )
+        if self.simulation is not None:
+            decision = self.simulation.apply(
+                decision, candidates, plan.limit, self.sampler.broadcast
+            )
         new_seq_lens = seq_lens + decision.accept_lens
         if on_publish is not None:
             # As soon as the lengths are known: the scheduler prepares the next round meanwhile.
