@@ -70,6 +70,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
         "--speculative-num-draft-tokens 1",
         "2 to 8",
     ),
+    "rl": (("--rl-on-policy-target", "fsdp"), "log-probabilities", "--rl-on-policy-target"),
 }
 
 

@@ -14,6 +14,7 @@ import math
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,14 @@ COMBINED: list[dict[str, Any]] = [
 ]
 
 
-def penalised_requests(plain: Server) -> list[tuple[list[int], dict[str, Any]]]:
-    """Every setting on several prompts, and min_new_tokens with stop tokens that come early."""
+@pytest.fixture(scope="module")
+def penalised(servers: ServerPool, tiny_target: Path) -> tuple[list[Any], list[Any]]:
+    """Every setting on several prompts, and min_new_tokens with stop tokens that come early.
+
+    Returns:
+        the requests and plain decoding's answers.
+    """
+    plain = servers.get(tiny_target, **PLAIN)
     requests = [
         (prompt, {"max_new_tokens": 80, **setting})
         for prompt in prompts(4, seed=1)
@@ -101,12 +108,13 @@ def penalised_requests(plain: Server) -> list[tuple[list[int], dict[str, Any]]]:
         stops = {"stop_token_ids": [text[5], text[12]], "min_new_tokens": 19}
         requests.append((prompt, {"max_new_tokens": 60, **stops}))
         requests.append((prompt, {"max_new_tokens": 60, "presence_penalty": 0.8, **stops}))
-    return requests
+    return requests, ask_all(plain, requests)
 
 
-def test_penalties_and_minimum_equal_plain_decoding(plain: Server, server: Server) -> None:
-    requests = penalised_requests(plain)
-    expected = ask_all(plain, requests)
+def test_penalties_and_minimum_equal_plain_decoding(
+    penalised: tuple[list[Any], list[Any]], server: Server
+) -> None:
+    requests, expected = penalised
     # The first requests are the settings in turn, for one prompt after the other.
     texts = [answer["output_ids"] for answer in expected]
     for i, name in enumerate(PENALTIES):
@@ -388,24 +396,52 @@ def test_what_can_not_be_exact_is_refused_with_a_reason(
 # -- servers of their own --------------------------------------------------------------------------
 
 
+RETRACTED: dict[str, Any] = {
+    "extra_args": ("--enable-mixed-chunk", "--chunked-prefill-size", "64"),
+    "env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"},
+}
+
+
 def test_penalties_survive_retraction_and_mixed_chunks(
-    servers: ServerPool, tiny_target: Path, tiny_drafter: Path
+    penalised: tuple[list[Any], list[Any]],
+    servers: ServerPool,
+    tiny_target: Path,
+    tiny_drafter: Path,
 ) -> None:
     """Plain decoding forgets them when a request is retracted; a request must not notice."""
-    plain = servers.get(tiny_target, **PLAIN)
-    requests = penalised_requests(plain)
-    expected = [
-        plain.generate(prompt, **parameters)["output_ids"] for prompt, parameters in requests
-    ]
-    server = servers.get(
-        tiny_target,
-        tiny_drafter,
-        extra_args=("--enable-mixed-chunk", "--chunked-prefill-size", "64"),
-        env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"},
-    )
+    requests, answered = penalised
+    expected = [answer["output_ids"] for answer in answered]
+    server = servers.get(tiny_target, tiny_drafter, **RETRACTED)
     answers = ask_all(server, requests)
     assert [answer["output_ids"] for answer in answers] == expected
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) >= 3
+
+
+def test_grammars_survive_retraction_and_mixed_chunks(
+    servers: ServerPool, tiny_target: Path, tiny_drafter: Path
+) -> None:
+    """Prompts of eleven chunks arrive while constrained requests ride along, one token a chunk."""
+    plain, server = (
+        servers.get(tiny_target, **PLAIN),
+        servers.get(tiny_target, tiny_drafter, **RETRACTED),
+    )
+    shape = "([a-f]{3} [0-9]{4}! ){12}"
+    riders = [(prompt, {"regex": shape, "max_new_tokens": 200}) for prompt in prompts(6, seed=12)]
+    draw = random.Random(13)
+    loads = [
+        ([draw.randrange(FIRST, LAST) for _ in range(700)], {"max_new_tokens": 4}) for _ in range(6)
+    ]
+    expected = [answer["output_ids"] for answer in ask_all(plain, riders + loads)]
+    answers: list[Any] = []
+    riding = threading.Thread(target=lambda: answers.extend(ask_all(server, riders)))
+    riding.start()
+    time.sleep(0.2)  # the riders are decoding by now
+    answers_of_loads = ask_all(server, loads)
+    riding.join(timeout=300)
+    assert [a["output_ids"] for a in answers + answers_of_loads] == expected
+    assert all(re.fullmatch(shape, answer["text"]) for answer in answers)
+    # They did ride: no answer came before the loads were in.
+    assert min(a["meta_info"]["e2e_latency"] for a in answers) > 0.2
 
 
 def test_seeded_requests_equal_plain_decoding(

@@ -10,7 +10,11 @@ import pytest
 import torch
 from longspark_sglang.serving import acceptance, target_distribution
 from longspark_sglang.serving.acceptance import AcceptanceSampler, is_enabled, request_refusals
-from longspark_sglang.serving.target_distribution import filter_flashinfer, sampler_refusals
+from longspark_sglang.serving.target_distribution import (
+    filter_flashinfer,
+    rank_filter,
+    sampler_refusals,
+)
 from toy_serving import Batch, Toy, make_request, make_requests
 
 VOCAB, DRAFTS, START = 50, 7, 5
@@ -317,6 +321,20 @@ def renorm_by_definition() -> tuple[Any, Any]:
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_distribution, "renorm_kernels", renorm_by_definition)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 40, 199])
+def test_looking_at_the_first_ranks_only_keeps_the_same_probabilities(top_k: int) -> None:
+    """Also where logits tie, as bfloat16 ones often do."""
+    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(0)).mul(4).round()
+    logits[:, 150:] = -torch.inf
+    probs = logits.softmax(dim=-1)
+    top_ks, top_ps = torch.full((6,), top_k), torch.full((6,), 0.97)
+    weights, ids = rank_filter(probs, top_ks, top_ps, None, widest=top_k)
+    whole, _ = rank_filter(probs, top_ks, top_ps, None)
+    assert torch.equal(weights, whole[:, :top_k])
+    assert torch.equal(weights, probs.gather(1, ids).masked_fill(weights == 0, 0))
+    assert not whole[:, top_k:].any()
 
 
 @pytest.mark.usefixtures("flashinfer")

@@ -84,6 +84,27 @@ def test_symbols_are_listed_once() -> None:
     assert {symbol.use for symbol in compat.SYMBOLS} <= {"call", "override", "hook", "field"}
 
 
+def test_every_imported_name_is_listed() -> None:
+    """A name that the serving package imports from SGLang can move, so the table has it."""
+    listed = {f"{symbol.module}.{part}" for symbol in compat.SYMBOLS for part in _stems(symbol)}
+    folder = Path(compat.__file__).parent
+    imported = {
+        f"{node.module}.{alias.name}"
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")
+        for alias in node.names
+    }
+    assert len(imported) > 20
+    assert imported - listed == set()
+
+
+def _stems(symbol: compat.Symbol) -> list[str]:
+    """The symbol's path and each path it goes through: a method's entry covers its class."""
+    parts = symbol.path.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
+
+
 def test_overridden_methods_are_listed_and_keep_their_parameters() -> None:
     """What we override must exist in the base class with the same parameters."""
     for symbol in compat.SYMBOLS:

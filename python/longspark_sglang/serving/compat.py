@@ -25,6 +25,8 @@ TESTED_SGLANG = ("0.5.23",)
 ENVIRONMENT: dict[str, str] = {
     "LONGSPARK_DISABLE": "1: do not register the algorithm (kill switch)",
     "LONGSPARK_CHECK": "k: every k rounds compare each state with a recomputation (0, off)",
+    "LONGSPARK_SNAPSHOT_MB": "MiB of host memory for prefix snapshots a rank (0: off; default: one "
+    "for each 512 rows of the KV cache)",
     "LONGSPARK_OPS_BACKEND": "reference | cpu | cuda: force one source of operators (default auto)",
     "LONGSPARK_WARN_ROUNDS": "rounds after which an accept length of 1.0 is reported (default 200)",
 }
@@ -109,6 +111,25 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("sglang.srt.environ", "envs", "field"),
     Symbol("sglang.srt.layers.logprob_processor", "compute_spec_logprobs", "call"),
     Symbol(
+        "sglang.srt.layers.sampler",
+        "apply_custom_logit_processor",
+        "call",
+        ("logits", "sampling_batch_info", "num_tokens_in_batch"),
+    ),
+    Symbol("sglang.srt.utils.async_probe", "sanitize_nan_logits", "call"),
+    Symbol("sglang.srt.sampling.sampling_params", "TOP_K_ALL", "field"),
+    Symbol("sglang.srt.arg_groups.overrides", "resolving_view", "call"),
+    Symbol("sglang.srt.runtime_context", "get_exec", "call"),
+    Symbol("sglang.srt.runtime_context", "get_parallel", "call"),
+    Symbol("sglang.srt.runtime_context", "get_schedule", "call"),
+    Symbol("sglang.srt.runtime_context", "get_server_args", "call"),
+    Symbol("sglang.srt.runtime_context", "get_spec", "call"),
+    Symbol("sglang.srt.model_executor.forward_batch_info", "CaptureHiddenMode", "field"),
+    Symbol("sglang.srt.distributed", "tensor_model_parallel_all_gather", "call"),
+    Symbol("sglang.srt.layers.linear", "MergedColumnParallelLinear", "call"),
+    Symbol("sglang.srt.layers.linear", "QKVParallelLinear", "call"),
+    Symbol("sglang.srt.layers.linear", "RowParallelLinear", "call"),
+    Symbol(
         "sglang.kernels.ops.speculative.cache_locs",
         "assign_extend_cache_locs_func",
         "call",
@@ -126,6 +147,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("sglang.srt.mem_cache.memory_pool", "ReqToTokenPool.alloc_rows", "field"),
     Symbol("sglang.srt.layers.logits_processor", "LogitsProcessor._compute_lm_head", "call"),
     Symbol("sglang.srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len", "hook"),
+    Symbol("sglang.srt.mem_cache.allocation_sizing", "get_alloc_page_size", "call"),
+    Symbol("sglang.srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", "call"),
     Symbol("sglang.srt.dllm.mixin.scheduler", "SchedulerDllmMixin.validate_dllm_request", "hook"),
     Symbol(
         "sglang.srt.arg_groups.speculative_hook", "_resolve_speculative_algorithm_alias", "hook"
@@ -135,6 +158,18 @@ SYMBOLS: tuple[Symbol, ...] = (
         "SchedulerInternalStateController._add_speculative",
         "hook",
     ),
+    Symbol(
+        "sglang.srt.managers.scheduler_components.weight_updater",
+        "SchedulerWeightUpdaterManager._observe_weight_load",
+        "hook",
+    ),
+    Symbol(
+        "sglang.srt.managers.scheduler_components.weight_updater",
+        "SchedulerWeightUpdaterManager.begin_weight_update",
+        "hook",
+    ),
+    Symbol("sglang.srt.managers.schedule_batch", "Req.owned_kv_len", "call"),
+    Symbol("sglang.srt.managers.schedule_batch", "ReqKvInfo", "field"),
     Symbol("sglang.srt.speculative.spec_info", "create_dummy_verify_input", "hook"),
     Symbol(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
@@ -142,6 +177,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         "hook",
     ),
     Symbol("sglang.srt.plugins.hook_registry", "HookRegistry.register", "call"),
+    Symbol("sglang.srt.plugins.hook_registry", "HookType", "field"),
     Symbol("sglang.srt.distributed.parallel_state", "GroupCoordinator.broadcast", "call"),
 )
 

@@ -62,7 +62,8 @@ def rank_filter(
         widest: the largest top_k if the host knows one; then only so many ranks are looked at.
     Returns:
         weights [N, ranks] float32 (descending, 0 where filtered out, not renormalised) and the
-        token ids [N, ranks] int64 of the ranks.
+        token ids [N, ranks] int64 of the ranks. Which of the tokens tied exactly at the top-k cut
+        are kept is as open as in SGLang, whose sort isn't stable either.
     """
     if widest is not None and widest < probs.shape[-1]:
         weights, ids = probs.topk(widest, dim=-1, sorted=True)
