@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "longspark_sglang.verify",
         "does a running server speculate, and exactly?",
     ),
+    "bench": (
+        "longspark_sglang.bench.command",
+        "measure rounds, contexts, concurrency, memory; gate regressions",
+    ),
     "data": (
         "longspark_sglang.training.data_command",
         "let a target answer prompts, and pack its answers for training",
