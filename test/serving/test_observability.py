@@ -52,6 +52,7 @@ def test_start_up_lines_say_what_is_used(server: Server, config: LongSparkConfig
         rf"state {per_request:.3f} MiB a request, {ROWS * per_request:.1f} MiB for {ROWS} request "
         r"rows; taps [\d.]+ MiB",
         r"operators from .*block_attention.*",
+        r"prefix snapshots every 512 rows, at most 79 \([\d.]+ MiB of host memory\)",
         r"LONGSPARK_CHECK=7: .*",
         r"environment overrides LONGSPARK_CHECK",
     ]
@@ -135,6 +136,10 @@ def test_prometheus_has_every_gauge(server: Server) -> None:
         "state_bytes_per_request",
         "summary_rebuilds",
         "summary_rebuilt_rows",
+        "snapshot_hits",
+        "snapshot_rows_saved",
+        "snapshot_bytes",
+        "snapshot_evictions",
         "proposals",
         "accepted_drafts",
         "refused_requests",

@@ -67,6 +67,14 @@ def report_state(original, internal_state, state) -> None:
         state["longspark"] = scheduler.draft_worker.metrics.snapshot()
 
 
+def weights_changing(original, manager, *args, **kwargs) -> Any:
+    """Tell the worker before the target's weights change; SGLang's flush afterwards is optional."""
+    tell = getattr(manager.draft_worker, "weights_changing", None)  # ours alone has it
+    if tell is not None:
+        tell()
+    return original(manager, *args, **kwargs)
+
+
 def dummy_verify_input(
     original, spec_algorithm, custom_mask, num_tokens_per_req, is_draft_worker
 ) -> Any:
@@ -98,6 +106,7 @@ def _empty_verify_input(width: int) -> Any:
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler_components"
+_WEIGHTS = f"{_SCHEDULER}.weight_updater.SchedulerWeightUpdaterManager"
 _GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 ALIAS = "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
 HOOKS = {
@@ -105,6 +114,8 @@ HOOKS = {
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": row_headroom,
     "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin.validate_dllm_request": request_refusal,
     f"{_SCHEDULER}.internal_state.SchedulerInternalStateController._add_speculative": report_state,
+    f"{_WEIGHTS}._observe_weight_load": weights_changing,
+    f"{_WEIGHTS}.begin_weight_update": weights_changing,
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": dummy_verify_input,
     f"{_GRAPH_RUNNER}.DecodeCudaGraphRunner.get_spec_info": graph_verify_input,
 }

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from longspark_sglang import ops
 from longspark_sglang.serving import compat
+from longspark_sglang.serving.snapshots import PrefixSnapshots
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,22 @@ GAUGES = {
         "K/V rows read again by those rebuilds",
         lambda w: w.store.counters.rebuilt_rows,
     ),
+    "longspark:snapshot_hits": (
+        "Rebuilds that started from a prefix snapshot",
+        lambda w: _snapshots(w, lambda s: s.counters.hits),
+    ),
+    "longspark:snapshot_rows_saved": (
+        "K/V rows that those rebuilds did not have to read",
+        lambda w: _snapshots(w, lambda s: s.counters.rows_saved),
+    ),
+    "longspark:snapshot_bytes": (
+        "Host bytes that hold prefix snapshots",
+        lambda w: _snapshots(w, lambda s: s.used_bytes),
+    ),
+    "longspark:snapshot_evictions": (
+        "Prefix snapshots given up for newer ones",
+        lambda w: _snapshots(w, lambda s: s.counters.evictions),
+    ),
     "longspark:proposals": ("Blocks proposed (requests x rounds)", lambda w: w.metrics.proposals),
     "longspark:accepted_drafts": (
         "Draft tokens accepted (bonus tokens not counted)",
@@ -46,6 +64,11 @@ GAUGES = {
         lambda w: w.metrics.refusals,
     ),
 }
+
+
+def _snapshots(worker: Any, read: Callable[[PrefixSnapshots], int]) -> int:
+    """A number of the prefix snapshots, 0 where there are none."""
+    return 0 if worker.store.snapshots is None else read(worker.store.snapshots)
 
 
 class Metrics:
@@ -155,6 +178,7 @@ def start_up_lines(worker: Any) -> list[str]:
         f"state {store.bytes_per_row / MIB:.3f} MiB a request, {store.total_bytes / MIB:.1f} MiB "
         f"for {store.num_rows} request rows; taps {worker.taps.buffer.nbytes / MIB:.1f} MiB",
         f"LONGSPARK: operators from {sources}",
+        _snapshot_line(store.snapshots),
     ]
     if worker.check_every:
         lines.append(
@@ -165,3 +189,13 @@ def start_up_lines(worker: Any) -> list[str]:
     if overrides:
         lines.append(f"LONGSPARK: environment overrides {', '.join(overrides)}")
     return lines
+
+
+def _snapshot_line(snapshots: PrefixSnapshots | None) -> str:
+    if snapshots is None:
+        return "LONGSPARK: prefix snapshots are off"
+    capacity, size = len(snapshots.value), snapshots.value.nbytes + snapshots.lse.nbytes
+    return (
+        f"LONGSPARK: prefix snapshots every {snapshots.block} rows, at most {capacity} "
+        f"({size / MIB:.1f} MiB of host memory)"
+    )

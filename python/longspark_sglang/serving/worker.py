@@ -29,6 +29,7 @@ from longspark_sglang.serving.algorithm import drafter_config
 from longspark_sglang.serving.drafter_runner import DrafterRunner
 from longspark_sglang.serving.metrics import Metrics, start_up_lines
 from longspark_sglang.serving.simulation import SimulatedAcceptance
+from longspark_sglang.serving.snapshots import BLOCK, PrefixSnapshots
 from longspark_sglang.serving.summary_store import SummaryStore
 from longspark_sglang.serving.taps import BoundaryTaps
 
@@ -120,6 +121,7 @@ class LongSparkWorker(BaseSpecWorker):
                 rows,
             )
             self._allocate_state(rows)
+        self._allocate_snapshots()
         self.metrics = Metrics(self, resolving_view(self._target_worker.server_args))
         for line in start_up_lines(self):
             logger.info(line)
@@ -133,6 +135,18 @@ class LongSparkWorker(BaseSpecWorker):
         self.store = SummaryStore(self.drafter.queries, rows, hidden, runner.dtype)
         self.taps.allocate(rows * self.width, hidden, runner.dtype, self.device)
 
+    def _allocate_snapshots(self) -> None:
+        """Host memory for prefix snapshots; none where SGLang keeps no prefixes."""
+        if resolving_view(self._target_worker.server_args).disable_radix_cache:
+            return
+        each = PrefixSnapshots.bytes_each(self.drafter.queries)
+        pool_blocks = -(-self._target_worker.model_runner.max_total_num_tokens // BLOCK)
+        # One for each block of rows that the KV cache can hold, unless told otherwise.
+        mib = compat.number("LONGSPARK_SNAPSHOT_MB", -1)
+        capacity = pool_blocks if mib < 0 else (mib << 20) // each
+        if capacity:
+            self.store.snapshots = PrefixSnapshots(capacity, self.drafter.queries)
+
     # -- rounds -----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -140,6 +154,8 @@ class LongSparkWorker(BaseSpecWorker):
         self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
     ) -> GenerationBatchResult:
         """Run one scheduled batch: a prefill pass or one round of speculation."""
+        if self.store.snapshots is not None:
+            self.store.snapshots.settle()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish, grammar_barrier)
         if batch.forward_mode.is_idle():
@@ -158,6 +174,7 @@ class LongSparkWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch)
         self.sampler.after_extend(batch, result.next_token_ids)
         row_ids = [req.kv.req_pool_idx for req in batch.reqs]
+        snapshots = self.store.snapshots
         self.store.extend(
             rows=batch.req_pool_indices.to(torch.int64),
             row_ids=row_ids,
@@ -166,6 +183,7 @@ class LongSparkWorker(BaseSpecWorker):
             extend_lens=batch.extend_lens,
             boundary=self.taps.kept(len(row_ids)),
             req_to_token=self.req_to_token_pool.req_to_token,
+            keys=None if snapshots is None else [snapshots.keys(req) for req in batch.reqs],
             **self._tapped_pools(),
         )
         result.new_seq_lens = batch.seq_lens
@@ -232,6 +250,9 @@ class LongSparkWorker(BaseSpecWorker):
             block_rows,
             decision.accept_lens,
             self.taps.kept(len(rows) * self.width).unflatten(0, (len(rows), self.width)),
+            crossings=self.store.snapshots.crossings(batch.reqs, self.width)
+            if self.store.snapshots is not None
+            else (),
             **pools,
         )
         return GenerationBatchResult(
@@ -340,7 +361,14 @@ class LongSparkWorker(BaseSpecWorker):
 
     def prepare_for_kv_cache_release(self, req) -> None:
         """A finished request is about to give its row back."""
+        if self.store.snapshots is not None:
+            self.store.snapshots.finish(req)
         self.store.release(req.kv.req_pool_idx)
+
+    def weights_changing(self) -> None:
+        """The target is about to get other weights (hooked into the scheduler's weight updates)."""
+        if self.store.snapshots is not None:
+            self.store.snapshots.suspend()
 
     def clear_cache_pool(self) -> None:
         """The KV cache was flushed: no state describes anything any more."""

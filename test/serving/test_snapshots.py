@@ -1,0 +1,128 @@
+"""Chats and agents over a long prefix: the summary is not recomputed, the output stays equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.server import Server, ServerPool
+from serving.test_identity import CHUNKED
+from serving.workload import FIRST, LAST
+
+BLOCK = 512
+# The 16K of a real chat take minutes on two cores: they were run by hand (docs/serve.md).
+PREFIX, TURNS, ANSWER = 4096, 20, 40
+CHECK = {"LONGSPARK_CHECK": "7"}
+
+
+def words(length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(FIRST, LAST) for _ in range(length)]
+
+
+def counters(server: Server) -> dict[str, Any]:
+    return server.server_info()["internal_states"][0]["longspark"]
+
+
+@pytest.fixture
+def server(servers: ServerPool, tiny_target: Path, tiny_drafter: Path) -> Iterator[Server]:
+    yield servers.get(tiny_target, tiny_drafter, extra_args=CHUNKED, env=CHECK)
+
+
+def test_twenty_turns_over_a_long_prefix(
+    server: Server, servers: ServerPool, tiny_target: Path
+) -> None:
+    """Each turn recomputes less than a block; the answers are those of a server without a cache."""
+    history, turns = words(PREFIX, 1), []
+    for turn in range(TURNS):
+        history += words(random.Random(turn).randrange(3, 60), 100 + turn)
+        before = counters(server)
+        reply = server.generate(history, max_new_tokens=ANSWER, ignore_eos=True)
+        after = counters(server)
+        read = after["summary_rebuilt_rows"] - before["summary_rebuilt_rows"]
+        saved = after["snapshot_rows_saved"] - before["snapshot_rows_saved"]
+        cached = reply["meta_info"]["cached_tokens"]
+        if turn:
+            assert cached > PREFIX + ANSWER * (turn - 1)
+            assert read < BLOCK, (turn, read)
+            assert read + saved == cached
+            assert saved % BLOCK == 0
+        turns.append((list(history), reply["output_ids"]))
+        history += reply["output_ids"]
+    assert len(history) > PREFIX + BLOCK, "no answer ever crossed a boundary"
+    plain = servers.get(tiny_target, extra_args=(*CHUNKED, "--disable-radix-cache"))
+    for ids, answer in (turns[0], turns[7], turns[-1]):
+        assert plain.generate(ids, max_new_tokens=ANSWER, ignore_eos=True)["output_ids"] == answer
+
+
+def test_agents_that_branch_from_one_system_prompt(
+    server: Server, servers: ServerPool, tiny_target: Path
+) -> None:
+    system = words(1500, 2)
+    branches = [[*system, *words(20 * i + 1, 10 + i)] for i in range(8)]
+    tool_calls = [
+        [*branch, *words(600, 30 + i), *words(9, 50 + i)] for i, branch in enumerate(branches)
+    ]
+    before = counters(server)
+    answers = []
+    for prompts in ([system], branches, tool_calls, tool_calls):
+        replies = server.generate_many(prompts, concurrency=8, max_new_tokens=24, ignore_eos=True)
+        answers.append([reply["output_ids"] for reply in replies])
+    after = counters(server)
+    hits = after["snapshot_hits"] - before["snapshot_hits"]
+    rebuilds = after["summary_rebuilds"] - before["summary_rebuilds"]
+    assert rebuilds >= 24 and hits == rebuilds
+    rows = after["summary_rebuilt_rows"] - before["summary_rebuilt_rows"]
+    assert rows < rebuilds * BLOCK
+    plain = servers.get(tiny_target, extra_args=CHUNKED)
+    for prompts, expected in zip(([system], branches, tool_calls), answers, strict=False):
+        replies = plain.generate_many(prompts, concurrency=8, max_new_tokens=24, ignore_eos=True)
+        assert [reply["output_ids"] for reply in replies] == expected
+    assert answers[3] == answers[2]
+
+
+def test_salts_keep_prefixes_apart_and_a_flush_forgets(server: Server) -> None:
+    ids = words(1100, 3)
+
+    def ask(**fields: Any) -> tuple[list[int], int]:
+        """The answer, and the rows that a snapshot saved."""
+        before = counters(server)["snapshot_rows_saved"]
+        reply = server.generate(ids, max_new_tokens=8, ignore_eos=True, **fields)
+        return reply["output_ids"], counters(server)["snapshot_rows_saved"] - before
+
+    cold, saved = ask()
+    assert saved == 0
+    assert ask(extra_key="tenant") == (cold, 0)
+    assert ask() == (cold, 1024)
+    assert ask(extra_key="tenant") == (cold, 1024)
+    assert counters(server)["snapshot_bytes"] > 0
+    server.flush()
+    assert counters(server)["snapshot_bytes"] == 0
+    assert ask() == (cold, 0)
+
+
+def test_switched_off_and_bounded(
+    servers: ServerPool, tiny_target: Path, tiny_drafter: Path
+) -> None:
+    """One MiB holds 20 snapshots of this drafter; the output does not depend on how many."""
+    server = servers.get(
+        tiny_target, tiny_drafter, extra_args=CHUNKED, env={"LONGSPARK_SNAPSHOT_MB": "1"}
+    )
+    answers = [server.generate(words(6000, seed))["output_ids"] for seed in (1, 2, 3)]
+    state = counters(server)
+    assert state["snapshot_bytes"] <= 1 << 20
+    assert state["snapshot_evictions"] >= 3 * (6000 // BLOCK) - 20 - 1
+    again = [server.generate(words(6000, seed))["output_ids"] for seed in (3, 1)]
+    assert again == [answers[2], answers[0]]
+    off = servers.get(
+        tiny_target, tiny_drafter, extra_args=CHUNKED, env={"LONGSPARK_SNAPSHOT_MB": "0"}
+    )
+    ids = words(1100, 3)
+    assert off.generate(ids)["output_ids"] == off.generate(ids)["output_ids"]
+    state = counters(off)
+    assert (state["summary_rebuilt_rows"], state["snapshot_hits"]) == (1099, 0)
+    assert "prefix snapshots are off" in off.log
