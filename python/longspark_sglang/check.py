@@ -31,7 +31,7 @@ from longspark_sglang.report import Finding, Report
 from longspark_sglang.serving import compat
 
 DISTRIBUTIONS = ("longspark-sglang", "torch", "sglang", "transformers", "flashinfer-python")
-WHOLE_NUMBERS = ("LONGSPARK_CHECK", "LONGSPARK_WARN_ROUNDS")
+WHOLE_NUMBERS = ("LONGSPARK_CHECK", "LONGSPARK_SNAPSHOT_MB", "LONGSPARK_WARN_ROUNDS")
 # Read while installing, not while serving.
 BUILD_VARIABLES = ("LONGSPARK_BUILD",)
 # Loggers whose errors mean that the plugin is not in place.

@@ -24,7 +24,7 @@ TESTED_SGLANG = ("0.5.23",)
 # The settings that an environment variable overrides; `longspark check` prints this table.
 ENVIRONMENT: dict[str, str] = {
     "LONGSPARK_DISABLE": "1: do not register the algorithm (kill switch)",
-    "LONGSPARK_CHECK": "k: every k rounds compare each state with a recomputation (0, off)",
+    "LONGSPARK_CHECK": "k: check every round, every k rounds by recomputation (0, off)",
     "LONGSPARK_SNAPSHOT_MB": "MiB of host memory for prefix snapshots a rank (0: off; default: one "
     "for each 512 rows of the KV cache)",
     "LONGSPARK_OPS_BACKEND": "reference | cpu | cuda: force one source of operators (default auto)",

@@ -127,8 +127,9 @@ class Metrics:
             "owned_rows": worker.store.owned_rows(worker.req_to_token_pool.free_slots),
             "free_request_rows": worker.req_to_token_pool.available_size(),
             "free_kv_tokens": worker.token_to_kv_pool_allocator.available_size(),
-            "state_checks": worker.store.counters.checks,
-            "largest_state_difference": worker.store.counters.largest_difference,
+            "state_checks": worker.self_check.checks,
+            "poisoned_rows": worker.self_check.poisoned,
+            "largest_state_difference": worker.self_check.largest_difference,
         }
 
     def _warn_if_nothing_is_accepted(self) -> None:
@@ -180,10 +181,11 @@ def start_up_lines(worker: Any) -> list[str]:
         f"LONGSPARK: operators from {sources}",
         _snapshot_line(store.snapshots),
     ]
-    if worker.check_every:
+    every = worker.self_check.every
+    if every:
         lines.append(
-            f"LONGSPARK: LONGSPARK_CHECK={worker.check_every}: states are compared with a rebuild "
-            f"every {worker.check_every} rounds"
+            f"LONGSPARK: LONGSPARK_CHECK={every}: row ids are checked every round, states compared "
+            f"with a rebuild every {every} rounds"
         )
     overrides = [name for name in compat.ENVIRONMENT if name in os.environ]
     if overrides:

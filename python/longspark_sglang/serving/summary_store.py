@@ -18,13 +18,6 @@ from longspark_sglang.ops.summary_merge import summary_merge, summary_merge_bulk
 from longspark_sglang.serving.rows import device_tensor
 from longspark_sglang.serving.snapshots import Crossing, PrefixSnapshots
 
-# Summation order differs between merging chunk by chunk and rebuilding in one go.
-CHECK_TOLERANCE = 1e-3
-
-
-class StateError(RuntimeError):
-    """State of a request does not describe its committed rows: our fault, never the user's."""
-
 
 @dataclass
 class StoreCounters:
@@ -33,8 +26,6 @@ class StoreCounters:
     rebuilds: int = 0
     rebuilt_rows: int = 0
     merged_rows: int = 0
-    checks: int = 0
-    largest_difference: float = 0.0
 
 
 class SummaryStore:
@@ -270,47 +261,6 @@ class SummaryStore:
         shift = torch.zeros_like(counts).index_copy(0, places, first)
         columns = torch.arange(width, device=rows.device) + shift[:, None]
         return block_rows.gather(1, columns.clamp(max=width - 1)), counts - shift
-
-    def check(
-        self,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        req_to_token: torch.Tensor,
-        key_pools: Sequence[torch.Tensor],
-        value_pools: Sequence[torch.Tensor],
-    ) -> None:
-        """Debug mode: compare each row's state with a rebuild from the cache; StateError if it
-        differs.
-        """
-        covered, lens = self.covered[rows].tolist(), seq_lens.tolist()
-        for row, have, want in zip(rows.tolist(), covered, lens, strict=True):
-            self.counters.checks += 1
-            if have != want:
-                raise StateError(
-                    f"request row {row} has {want} committed rows but its summary covers {have}"
-                )
-            value = torch.zeros_like(self.value[:1])
-            lse = torch.full_like(self.lse[:1], float("-inf"))
-            summary_merge_bulk(
-                self.queries,
-                key_pools,
-                value_pools,
-                req_to_token[row, :want].contiguous(),
-                torch.tensor([0, want], device=rows.device),
-                value,
-                lse,
-                torch.zeros(1, dtype=torch.int64, device=rows.device),
-                self.scale,
-            )
-            difference = max(
-                float((value[0] - self.value[row]).abs().max()),
-                float((lse[0] - self.lse[row]).abs().max()),
-            )
-            self.counters.largest_difference = max(self.counters.largest_difference, difference)
-            if not difference <= CHECK_TOLERANCE:
-                raise StateError(
-                    f"summary of request row {row} differs from its rebuild by {difference:.3g}"
-                )
 
     def release(self, row: int) -> None:
         """The request of this row is finished: whoever gets the row next starts empty."""

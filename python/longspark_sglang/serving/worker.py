@@ -28,6 +28,7 @@ from longspark_sglang.serving.acceptance import AcceptanceSampler, is_enabled, r
 from longspark_sglang.serving.algorithm import drafter_config
 from longspark_sglang.serving.drafter_runner import DrafterRunner
 from longspark_sglang.serving.metrics import Metrics, start_up_lines
+from longspark_sglang.serving.self_check import SelfCheck
 from longspark_sglang.serving.simulation import SimulatedAcceptance
 from longspark_sglang.serving.snapshots import BLOCK, PrefixSnapshots
 from longspark_sglang.serving.summary_store import SummaryStore
@@ -88,8 +89,6 @@ class LongSparkWorker(BaseSpecWorker):
         self.simulation = SimulatedAcceptance.from_environment(runner.model_config.vocab_size)
         # Before the KV pool is sized, so that the state comes out of the memory that is still free.
         self._allocate_state(int(get_schedule().max_running_requests) + 1)
-        self.check_every = compat.number("LONGSPARK_CHECK", 0)
-        self.rounds = 0
         self.offsets = torch.arange(self.width, device=self.device)
 
     # -- start ------------------------------------------------------------------------------------
@@ -122,6 +121,8 @@ class LongSparkWorker(BaseSpecWorker):
             )
             self._allocate_state(rows)
         self._allocate_snapshots()
+        every = compat.number("LONGSPARK_CHECK", 0)
+        self.self_check = SelfCheck(self.store, every, self.config.window)
         self.metrics = Metrics(self, resolving_view(self._target_worker.server_args))
         for line in start_up_lines(self):
             logger.info(line)
@@ -156,6 +157,7 @@ class LongSparkWorker(BaseSpecWorker):
         """Run one scheduled batch: a prefill pass or one round of speculation."""
         if self.store.snapshots is not None:
             self.store.snapshots.settle()
+        self.self_check.before_forward()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self._prefill(batch, on_publish, grammar_barrier)
         if batch.forward_mode.is_idle():
@@ -199,10 +201,17 @@ class LongSparkWorker(BaseSpecWorker):
         rows = batch.req_pool_indices.to(torch.int64)
         seq_lens = batch.seq_lens.to(torch.int64)
         pools = self._tapped_pools()
-        self.rounds += 1
-        if self.check_every and self.rounds % self.check_every == 0:
-            self.store.check(rows, seq_lens, self.req_to_token_pool.req_to_token, **pools)
-
+        block_rows = self._block_rows(batch, seq_lens)
+        if self.self_check.every:
+            row_ids = [req.kv.req_pool_idx for req in batch.reqs]
+            self.self_check.round(
+                row_ids,
+                self.req_to_token_pool.req_generation[row_ids].tolist(),
+                seq_lens,
+                block_rows,
+                self.req_to_token_pool.req_to_token,
+                **pools,
+            )
         plan = self.sampler.plan(batch)
         self.metrics.note_launch([is_enabled(req) for req in batch.reqs])
         anchors = batch.spec_info.bonus_tokens.to(torch.int64)
@@ -220,7 +229,6 @@ class LongSparkWorker(BaseSpecWorker):
         self.sampler.broadcast(proposal.draft_tokens)
         candidates = torch.cat((anchors[:, None], proposal.draft_tokens), dim=1)
 
-        block_rows = self._block_rows(batch, seq_lens)
         target = self._verify(batch, candidates, seq_lens, block_rows, grammar_barrier)
         decision = self.sampler.accept(
             batch,
@@ -364,6 +372,7 @@ class LongSparkWorker(BaseSpecWorker):
         if self.store.snapshots is not None:
             self.store.snapshots.finish(req)
         self.store.release(req.kv.req_pool_idx)
+        self.self_check.freed(req.kv.req_pool_idx)
 
     def weights_changing(self) -> None:
         """The target is about to get other weights (hooked into the scheduler's weight updates)."""
