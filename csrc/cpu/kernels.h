@@ -96,7 +96,7 @@ struct Markov {
   int64_t w1_stride;
   const void* w2;  // [V, rank]
   int64_t w2_stride;
-  int64_t batch, rank;
+  int64_t batch, rank, vocab;
 };
 
 struct Sampling {

@@ -32,6 +32,7 @@ class MarkovCall {
     markov_.w2_stride = w2.stride(0);
     markov_.batch = static_cast<int64_t>(base_.size());
     markov_.rank = w1.size(1);
+    markov_.vocab = w2.size(0);
     packed_.resize(kernels().markov_packed_words(markov_));
     kernels().markov_pack(markov_, packed_.data());
   }

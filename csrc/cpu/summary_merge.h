@@ -84,6 +84,10 @@ class MergeFewRows {
     queries_ = arena.take<const typename Score::Storage*>(state_.padded);
     weights_ = arena.take<float>(kFewRows * state_.padded);
     keep_ = arena.take<float>(state_.padded);
+    constexpr int64_t kLine = 64;
+    lines_ =
+        arena.take<const char*>((2 * kFewRows + state_.padded) *
+                                (a.head_dim * static_cast<int64_t>(sizeof(float)) / kLine + 1));
   }
 
   void run(int64_t layer, int64_t kv_head, int64_t state_row, const int32_t* ids, int64_t count) {
@@ -91,10 +95,11 @@ class MergeFewRows {
     set_queries();
     for (int64_t first = 0; first < count; first += kFewRows) {
       int64_t n = count - first < kFewRows ? count - first : kFewRows;
+      fetch_rows(layer, kv_head, ids + first, n);
       set_rows(layer, kv_head, ids + first, n);
       dot_rows<Score>(reinterpret_cast<typename Score::Element*>(packed_), kFewRows, kFewRows,
                       queries_, state_.count, (a_.head_dim + Score::kPack - 1) / Score::kPack,
-                      weights_);
+                      weights_, state_lines());
       for (int64_t i = 0; i < state_.count; i += 8) weigh(i, n);
       add_values();
     }
@@ -113,6 +118,28 @@ class MergeFewRows {
         queries_[i] = reinterpret_cast<const typename Score::Storage*>(state_.query[i]);
       }
     }
+  }
+
+  // The rows lie scattered, and nothing can be done before the keys and queries are there.
+  void fetch_rows(int64_t layer, int64_t kv_head, const int32_t* ids, int64_t n) {
+    PoolRows<T> keys(a_.keys[layer]), values(a_.values[layer]);
+    LineList list(lines_);
+    for (int64_t i = 0; i < n; ++i) {
+      list.add(keys(ids[i]) + kv_head * a_.keys[layer].head_stride, a_.head_dim);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      list.add(values(ids[i]) + kv_head * a_.values[layer].head_stride, a_.head_dim);
+    }
+    for (int64_t i = 0; i < state_.count; ++i) list.add(state_.query[i], a_.head_dim);
+    Fetch all = list.fetch();
+    all.next(all.count);
+  }
+
+  // The state, fetched while the scores are computed.
+  Fetch state_lines() {
+    LineList list(lines_);
+    for (int64_t i = 0; i < state_.count; ++i) list.add(state_.value[i], a_.head_dim);
+    return list.fetch();
   }
 
   // The new keys become the lanes, because there are just as many as fit.
@@ -202,6 +229,7 @@ class MergeFewRows {
   const typename Score::Storage** queries_;
   float* weights_;  // [queries][8] scores, then weights
   float* keep_;     // [queries]
+  const char** lines_;
 };
 
 template <class T>

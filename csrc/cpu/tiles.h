@@ -98,6 +98,9 @@ struct Fetch {
   const char* const* lines = nullptr;
   int64_t count = 0;
 
+  // Lines per step that spread what is left over `steps`.
+  int64_t per_step(int64_t steps) const { return steps > 0 ? (count + steps - 1) / steps : count; }
+
   void next(int64_t n) {
     if (n > count) n = count;
     count -= n;
@@ -221,9 +224,7 @@ void dot_rows(const typename Multiply::Element* packed, int64_t lane_stride, int
               const typename Multiply::Storage* const* rows, int64_t row_count, int64_t depth,
               float* out, Fetch fetch = {}) {
   for_lane_blocks(lanes, [&](int64_t lane, auto block) {
-    // Spread over the first lane block's steps.
-    int64_t steps = row_count / kTileRows<block> * (depth / kStepOf<block>);
-    int64_t fetch_step = steps > 0 ? (fetch.count + steps - 1) / steps : fetch.count;
+    int64_t fetch_step = fetch.per_step(row_count / kTileRows<block> * (depth / kStepOf<block>));
     for_tiles<kTileRows<block>>(row_count, [&](int64_t n, auto tile) {
       dot_tile<Multiply, block, tile>(packed + lane, lane_stride, rows + n, depth,
                                       out + n * lane_stride + lane, fetch, fetch_step);

@@ -30,6 +30,7 @@ class CorrectedBlock {
     copy_ = arena.take<float>(kConvert ? kBlockRows * m.rank : 0);
     bias_ = arena.take<float>(kBlockRows * lanes_);
     z_ = arena.take<float>(lanes_ * kBlockRows);
+    lines_ = arena.take<const char*>(kBlockRows * (m.rank * sizeof(T) / 64 + 1));
   }
 
   static int64_t packed_words(const Markov& m) {
@@ -63,7 +64,8 @@ class CorrectedBlock {
       }
     }
     dot_rows<Multiply>(reinterpret_cast<const typename Multiply::Element*>(packed), lanes_, lanes_,
-                       rows_, count, (m_.rank + Multiply::kPack - 1) / Multiply::kPack, bias_);
+                       rows_, count, (m_.rank + Multiply::kPack - 1) / Multiply::kPack, bias_,
+                       lines_from(first + count));
     for (int64_t lane = 0; lane < lanes_; lane += 8) {
       for (int64_t n = 0; n < count; n += 8) {
         Words<8> block[8];
@@ -91,6 +93,15 @@ class CorrectedBlock {
   }
 
  private:
+  // W2 from id `first` on, a block of it: so many rows at once are no stream to the prefetcher.
+  Fetch lines_from(int64_t first) {
+    LineList list(lines_);
+    for (int64_t id = first; id < first + kBlockRows && id < m_.vocab; ++id) {
+      list.add(static_cast<const T*>(m_.w2) + id * m_.w2_stride, m_.rank);
+    }
+    return list.fetch();
+  }
+
   using Multiply = typename Fp32Weights<T>::Score;
   using Storage = typename Multiply::Storage;
   static constexpr bool kConvert = Multiply::kPack == 1 && !std::is_same_v<T, float>;
@@ -99,6 +110,7 @@ class CorrectedBlock {
   int64_t lanes_, first_ = 0, count_ = 0;
   const Storage** rows_;
   float *copy_, *bias_, *z_;
+  const char** lines_;
 };
 
 inline int64_t markov_packed_words(const Markov& m) {

@@ -66,12 +66,27 @@ std::tuple<Tensor, Tensor> window_index_paged(const Tensor& kv_indptr, const Ten
   return {rows, lens};
 }
 
+const char* row_address(const Tensor& pool, const Pool& p, int64_t id) {
+  return static_cast<const char*>(p.data) +
+         (id / p.page_size * p.page_stride + id % p.page_size * p.row_stride) * pool.element_size();
+}
+
+void prefetch_row(const Tensor& pool, int64_t id) {
+  const Pool p = pool_of(pool);
+  const char* row = row_address(pool, p, id);
+  int64_t head_bytes = pool.size(-1) * pool.element_size();
+  for (int64_t h = 0; h < pool.size(-2); ++h) {
+    for (int64_t i = 0; i < head_bytes; i += 64) {
+      __builtin_prefetch(row + h * p.head_stride * pool.element_size() + i, 0, 2);
+    }
+  }
+}
+
 void copy_row(const Tensor& pool, int64_t id, const Tensor& out, int64_t layer, int64_t request,
               int64_t slot) {
   const Pool p = pool_of(pool);
   int64_t size = pool.element_size(), heads = pool.size(-2), dim = pool.size(-1);
-  const char* from = static_cast<const char*>(p.data) +
-                     (id / p.page_size * p.page_stride + id % p.page_size * p.row_stride) * size;
+  const char* from = row_address(pool, p, id);
   char* to = static_cast<char*>(out.mutable_data_ptr()) +
              (layer * out.stride(0) + request * out.stride(1) + slot * out.stride(2)) * size;
   if (p.head_stride == dim && out.stride(3) == dim) {
@@ -104,8 +119,13 @@ void window_gather(TensorList key_pools, TensorList value_pools, const Tensor& r
   parallel_units(layers * batch, 1, [&](int64_t unit, void*) {
     int64_t l = unit / batch, b = unit % batch;
     const int32_t* ids = rows.const_data_ptr<int32_t>() + b * rows.stride(0);
+    constexpr int64_t kAhead = 4;  // rows lie scattered: no hardware prefetcher follows
     for (int64_t i = 0; i < count[b]; ++i) {
       int64_t slot = (length[b] - count[b] + i) % window;
+      if (i + kAhead < count[b]) {
+        prefetch_row(key_pools[l], ids[i + kAhead]);
+        prefetch_row(value_pools[l], ids[i + kAhead]);
+      }
       copy_row(key_pools[l], ids[i], out_key, l, b, slot);
       copy_row(value_pools[l], ids[i], out_value, l, b, slot);
     }
