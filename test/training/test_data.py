@@ -15,6 +15,7 @@ from longspark_sglang.training.data import (
     DataError,
     PackedData,
     first_turn,
+    loop_begin,
     read_prompts,
 )
 from longspark_sglang.training.data_command import main
@@ -213,3 +214,59 @@ def test_damaged_packs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "missing" in caught.value.reasons[0] and "not as it was" in caught.value.reasons[1]
     with pytest.raises(DataError, match="holds no packed data"):
         PackedData.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ids", "begin"),
+    [
+        ([], None),
+        (list(range(100)), None),
+        ([*range(10), *[7] * 40], 11),  # the last of the ten is no 7
+        ([*range(10), *[1, 2, 3] * 8, 1], 13),  # the last one unfinished
+        ([*range(10), *[1, 2, 3] * 7], None),  # 21 tokens are no loop yet
+        ([*range(10), *range(50, 80), *range(50, 80), *range(50, 80)], None),  # three times only
+        ([*range(10), *[1, 2, 3] * 20, 9, 9], None),  # it found its way out
+        ([5] * 30, 1),
+    ],
+)
+def test_loops(ids: list[int], begin: int | None) -> None:
+    assert loop_begin(ids) == begin
+
+
+def test_looping_answers_are_kept_cut_or_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = tmp_path / "a"
+    answers.mkdir()
+    records = [
+        {"id": f"{i:016x}", "temperature": 0.0, "prompt_ids": [9, 9], "output_ids": output}
+        for i, output in enumerate([[*range(4, 40)], [*range(4, 10), *[1, 2, 3] * 20]])
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (answers / "answers-00000-of-00001.jsonl").write_text(lines)
+    lengths = {}
+    for loops in ("keep", "cut", "drop"):
+        arguments = ["--answers", str(answers), "--output", str(tmp_path / loops)]
+        assert main(["pack", *arguments, "--loops", loops, "--held-out", "0"]) == 0
+        sequences = PackedData.load(tmp_path / loops).sequences["train"]
+        lengths[loops] = sorted(len(s.ids) for s in sequences)
+    assert lengths == {"keep": [38, 68], "cut": [11, 38], "drop": [38]}
+    printed = capsys.readouterr().out
+    assert "1 looping, cut" in printed and "1 looping, left out" in printed
+
+
+def test_several_answer_folders_are_packed_together(tmp_path: Path) -> None:
+    """Answers to one prompt at two temperatures are two sequences; repetitions are dropped."""
+    first = write_answers(tmp_path / "a", [(4, 10), (5, 12)])
+    second = write_answers(tmp_path / "b", [(4, 10), (5, 12)])
+    (path,) = second.glob("*.jsonl")
+    path.write_text(path.read_text().replace('"temperature": 0.0', '"temperature": 1.0', 1))
+    arguments = ["--answers", str(first), str(second), "--output", str(tmp_path / "p")]
+    assert main(["pack", *arguments, "--held-out", "0"]) == 0
+    data = PackedData.load(tmp_path / "p")
+    assert len(data.sequences["train"]) == 3 and data.temperatures == [0.0, 1.0]
+    manifest = json.loads((tmp_path / "p/manifest.json").read_text())
+    assert len(manifest["answers"]) == 2 and manifest["left_out_or_cut"] == {"repeated": 1}
+    with pytest.raises(DataError, match="no answers"):
+        (tmp_path / "none").mkdir()
+        main(["pack", "--answers", str(tmp_path / "none"), "--output", str(tmp_path / "q")])

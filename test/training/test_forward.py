@@ -125,6 +125,28 @@ def test_logits_are_those_of_a_proposal(
         assert torch.equal(chosen[0], proposal.draft_tokens[0])
 
 
+@pytest.mark.parametrize("without", [(), ("window",), ("summary",)])
+def test_windows_are_shared_or_copied_with_one_result(
+    case: Case, without: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anchors that see different parts of the sequence, with their gradients."""
+    assert int(ANCHORS.max()) > 2 * case.drafter.config.window  # so windows differ in both ends
+    found = []
+    for limit in (forward.SHARED_WINDOWS, -1):
+        monkeypatch.setattr(forward, "SHARED_WINDOWS", limit)
+        summary = prefix_summaries(
+            case.drafter.summary_queries, case.views.key, case.views.value, ANCHORS
+        )
+        logits = base_logits_at(
+            case.drafter, case.views, case.ids, ANCHORS, summary, case.parts, without
+        )
+        parameters = [p for n, p in case.drafter.named_parameters() if "markov" not in n]
+        slopes = torch.autograd.grad(logits.square().sum(), parameters, materialize_grads=True)
+        found.append([logits, *slopes])
+    for shared, copied in zip(*found, strict=True):
+        assert torch.allclose(shared, copied, rtol=1e-9, atol=1e-9)
+
+
 def test_target_logits_are_the_models(case: Case) -> None:
     with torch.no_grad():
         whole = case.model(input_ids=case.ids[None]).logits[0]

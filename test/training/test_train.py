@@ -28,6 +28,7 @@ from longspark_sglang.training.train import (
     sequence_loss,
 )
 from longspark_sglang.training.train_command import main
+from longspark_sglang.training.vocabulary import TrainVocabulary
 from training_cases import load_target, make_case, pack_answers, small_config, target_answers
 
 SHAPE = ["--layers", "2", "--draft-tokens", "3", "--summary-slots", "4", "--window", "8"]
@@ -237,6 +238,57 @@ def test_all_bad_settings_are_listed() -> None:
     with pytest.raises(ConfigError) as caught:
         TrainingConfig(steps=0, loss="mse", optimizer="sgd", schedule="x", warmup=2, without=("a",))
     assert len(caught.value.reasons) == 6
+    with pytest.raises(ConfigError, match="train_vocabulary"):
+        TrainingConfig(train_vocabulary=-1)
+
+
+def test_a_vocabulary_of_all_tokens_changes_nothing_and_a_smaller_one_masks(
+    fifty_target: Path,
+) -> None:
+    case = make_case(fifty_target)
+    sequence = PackedSequence(case.ids, 4, 64)
+    anchors = torch.tensor([5, 9, 14])
+    config = TrainingConfig(loss="0.5*ce+0.5*tv")
+    size = case.drafter.config.vocab_size
+
+    def gradient(known: TrainVocabulary | None) -> tuple[float, list[torch.Tensor]]:
+        target = case.parts if known is None else known.parts(case.parts)
+        loss = sequence_loss(
+            case.drafter, case.views, sequence, anchors, target, config, vocabulary=known
+        )
+        return loss.item(), list(torch.autograd.grad(loss, list(case.drafter.parameters())))
+
+    everything = TrainVocabulary(torch.arange(size), torch.arange(size), 1.0)
+    loss, slopes = gradient(None)
+    same, same_slopes = gradient(everything)
+    assert same == pytest.approx(loss, rel=1e-12)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(slopes, same_slopes, strict=True))
+
+    known = TrainVocabulary.most_frequent([sequence], 6, size)
+    assert len(known.tokens) == 6 and 0 < known.coverage < 1
+    assert (known.tokens.diff() > 0).all() and known.place[known.tokens].tolist() == list(range(6))
+    counts = torch.bincount(case.ids[4:], minlength=size)
+    assert counts[known.tokens].min() >= counts[known.place < 0].max()
+    less, less_slopes = gradient(known)
+    assert less < loss  # fewer tokens to be told apart
+    names = [name for name, _ in case.drafter.named_parameters()]
+    rows = less_slopes[names.index("parallel_markov_head.markov_w2.weight")].abs().sum(1) > 0
+    assert rows.nonzero().flatten().tolist() == known.tokens.tolist()
+
+
+def test_training_with_a_reduced_vocabulary_exports_the_whole_one(
+    fifty_target: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    more = ["--train-vocabulary", "20", "--steps", "30", "--learning-rate", "1e-2"]
+    assert main(arguments(fifty_target, packed, output, *more)) == 0
+    assert "losses over 20 of" in capsys.readouterr().out
+    records = curve(output)
+    assert records[-1]["loss"] < 0.9 * records[0]["loss"]
+    config = LongSparkConfig.from_pretrained(output)
+    state = checkpoint.load_state(output, config)
+    assert len(state["parallel_markov_head.markov_w2.weight"]) == config.vocab_size
+    assert TrainingConfig.load(output).train_vocabulary == 20
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

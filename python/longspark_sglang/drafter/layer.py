@@ -67,6 +67,55 @@ def attend(
     return (from_summary + from_rows).transpose(1, 2).to(query.dtype)
 
 
+def attend_shared(
+    query: torch.Tensor,
+    summary_key: torch.Tensor,
+    summary_value: torch.Tensor,
+    row_key: torch.Tensor,
+    row_value: torch.Tensor,
+    visible: torch.Tensor,
+    block_key: torch.Tensor,
+    block_value: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`attend` for blocks whose windows are parts of one common stretch of rows.
+
+    In training many anchors share a sequence: scoring all of its rows for each of them and masking
+    costs less than copying every window out of it.
+
+    Args:
+        row_key, row_value: [T, Hkv, d], rows exactly as the target cached them, all finite.
+        visible: [B, T] bool, the rows of each block's window.
+        query, summary_key, summary_value, block_key, block_value: as `attend`.
+    Returns:
+        [B, K, Hq, d] in the query's dtype.
+    """
+    batch, slots, heads, dim = query.shape
+    kv_heads, dtype = row_key.size(1), wide_dtype(query)
+    row_key, row_value = (x.to(query.dtype).to(dtype).transpose(0, 1) for x in (row_key, row_value))
+    per_head = query.to(dtype).permute(2, 0, 1, 3)  # [Hq, B, K, d]
+    # [Hkv, g * B * K, d]: everything that reads one K/V head, in one matrix product.
+    grouped = per_head.reshape(kv_heads, -1, dim)
+    row_scores = grouped @ row_key.transpose(1, 2)
+    row_scores = row_scores.view(heads, batch, slots, row_key.size(1))
+    row_scores = row_scores.masked_fill(~visible[:, None], -math.inf)
+    summary_scores = per_head.flatten(1, 2) @ summary_key.to(dtype).transpose(1, 2)
+    in_block = grouped.view(kv_heads, -1, batch, slots, dim).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    block_scores = in_block @ block_key.to(dtype).permute(0, 2, 3, 1)  # [B, Hkv, g * K, K]
+    block_scores = block_scores.view(batch, heads, slots, slots).transpose(0, 1)
+    scores = (summary_scores.view(heads, batch, slots, -1), row_scores, block_scores)
+    weights = (torch.cat(scores, dim=-1) / math.sqrt(dim)).softmax(dim=-1)
+
+    sizes = (summary_key.size(1), row_key.size(1), slots)
+    summary_weights, row_weights, block_weights = weights.split(sizes, dim=-1)
+    from_summary = summary_weights.transpose(0, 1) @ summary_value.to(query.dtype).to(dtype)
+    from_rows = row_weights.reshape(*grouped.shape[:2], sizes[1]) @ row_value
+    block_weights = block_weights.transpose(0, 1).reshape(batch, kv_heads, -1, slots)
+    from_block = block_weights @ block_value.to(dtype).transpose(1, 2)
+    attended = from_summary + from_block.view(batch, heads, slots, dim)
+    attended = attended.transpose(0, 1) + from_rows.view(heads, batch, slots, dim)
+    return attended.permute(1, 2, 0, 3).to(query.dtype)
+
+
 class BlockAttention(nn.Module):
     """Projections, per-head norms and rope around :func:`attend`."""
 
@@ -93,11 +142,16 @@ class BlockAttention(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        """x [B, K, h] -> [B, K, h]; cos, sin [B, K, d/2] in x's dtype, the rest as `attend`."""
+        """x [B, K, h] -> [B, K, h]; cos, sin [B, K, d/2] in x's dtype, the rest as `attend`.
+
+        Windows without a batch dimension, [T, Hkv, d], are shared by all blocks: `window_lens` is
+        then the mask ``visible`` of `attend_shared`.
+        """
         query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        attended = attend(
+        shared = window_key.dim() == 3
+        attended = (attend_shared if shared else attend)(
             rotate(self.q_norm(query), cos, sin),
             summary_key,
             summary_value,

@@ -51,6 +51,9 @@ class TrainingConfig:
         warmup: share of the steps; floor: last learning rate as a share of the peak.
         clip: largest gradient norm.
         autocast: run the drafter's matrix products in bfloat16 (weights stay float32).
+        train_vocabulary: the softmaxes of the losses run over the answers' most frequent tokens
+            only, this many; 0 = the whole vocabulary. Slots with another label do not count. The
+            exported drafter has all tokens either way.
         without: views taken away, for ablations.
     """
 
@@ -69,6 +72,7 @@ class TrainingConfig:
     clip: float = 1.0
     autocast: bool = False
     checkpointing: bool = True
+    train_vocabulary: int = 0
     seed: int = 0
     without: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)  # target, data, versions: for the record
@@ -89,6 +93,8 @@ class TrainingConfig:
         ):
             if not getattr(self, name) > 0:
                 reasons.append(f"{name} is {getattr(self, name)}: it must be positive")
+        if self.train_vocabulary < 0:
+            reasons.append(f"train_vocabulary is {self.train_vocabulary}: it must be 0 or more")
         for name in ("warmup", "floor"):
             if not 0 <= getattr(self, name) <= 1:
                 reasons.append(f"{name} is {getattr(self, name)}: it must lie in 0..1")

@@ -277,15 +277,36 @@ def _finished(answers: Path) -> set[str]:
     return {json.loads(line)["id"] for line in whole.splitlines()}
 
 
+# -- looping answers -------------------------------------------------------------------------------
+
+
+def loop_begin(ids: Sequence[int], times: int = 4, least: int = 24) -> int | None:
+    """Where an answer begins to repeat itself until its end; None if it does not.
+
+    A loop is a passage that stands at the end ``times`` times in a row, the last one possibly
+    unfinished, and all of them together are at least ``least`` tokens. Returned is the index at
+    which the passage has been said once: what follows is repetition.
+    """
+    count = len(ids)
+    for period in range(1, count // times + 1):
+        run = period  # tokens at the end that have this period
+        while run < count and ids[count - 1 - run] == ids[count - 1 - run + period]:
+            run += 1
+        if run >= max(times * period, least):
+            return count - run + period
+    return None
+
+
 # -- pack ------------------------------------------------------------------------------------------
 
 
 def pack(options: argparse.Namespace) -> int:
     """Answers -> token files by split and length bucket, and the manifest."""
-    source, output = Path(options.answers), Path(options.output)
-    files = sorted(source.glob("answers-*.jsonl"))
-    if not files:
-        raise DataError(f"{source} holds no answers", ["run `longspark data regenerate` first"])
+    sources, output = [Path(folder) for folder in options.answers], Path(options.output)
+    found = {source: sorted(source.glob("answers-*.jsonl")) for source in sources}
+    if empty := [f"{source} holds none" for source, of_it in found.items() if not of_it]:
+        raise DataError("no answers", [*empty, "run `longspark data regenerate` first"])
+    files = [path for of_it in found.values() for path in of_it]
     if (output / MANIFEST).exists():
         raise DataError(f"{output} holds packed data already", ["use another --output"])
     output.mkdir(parents=True, exist_ok=True)
@@ -297,10 +318,15 @@ def pack(options: argparse.Namespace) -> int:
         for record in read_records(path):
             ids = record["prompt_ids"] + record["output_ids"]
             begin = len(record["prompt_ids"])
-            if record["id"] in seen:
+            if (name := (record["id"], record["temperature"])) in seen:
                 counts["repeated"] += 1
                 continue
-            seen.add(record["id"])
+            seen.add(name)
+            if options.loops != "keep" and (at := loop_begin(record["output_ids"])) is not None:
+                counts["looping, cut" if options.loops == "cut" else "looping, left out"] += 1
+                if options.loops == "drop":
+                    continue
+                ids = ids[: begin + at]
             if len(ids) > options.max_length:
                 counts["cut"] += 1
                 ids = ids[: options.max_length]
@@ -338,12 +364,13 @@ def pack(options: argparse.Namespace) -> int:
     manifest = {
         "command": "longspark data pack",
         "longspark": __version__,
-        "answers": {path.name: file_hash(path) for path in files},
+        "answers": {f"{path.parent.name}/{path.name}": file_hash(path) for path in files},
         "provenance": [
             read_json_object(p) for f in files if (p := f.with_suffix(".json")).exists()
         ],
         "temperatures": sorted(temperatures),
         "max_length": options.max_length,
+        "loops": options.loops,
         "left_out_or_cut": dict(counts),
         "files": entries,
     }
@@ -355,7 +382,7 @@ def pack(options: argparse.Namespace) -> int:
         )
     print("".join(f"{count} {what}\n" for what, count in sorted(counts.items())), end="")
     if not entries:
-        raise DataError(f"{source} holds no usable answer", ["lower --min-response"])
+        raise DataError("no usable answer", ["lower --min-response, or pack other answers"])
     return 0
 
 

@@ -46,10 +46,16 @@ def main(argv: Sequence[str]) -> int:
     make.add_argument("--progress-every", type=float, default=5.0, help="seconds")
 
     packing = commands.add_parser("pack", help="turn answers into token files")
-    packing.add_argument("--answers", required=True, help="output folder of regenerate")
+    packing.add_argument("--answers", nargs="+", required=True, help="output folders of regenerate")
     packing.add_argument("--output", required=True, help="new folder")
     packing.add_argument("--max-length", type=int, default=4096, help="tokens; longer ones are cut")
     packing.add_argument("--min-response", type=int, default=2, help="tokens of the answer")
+    packing.add_argument(
+        "--loops",
+        choices=("keep", "cut", "drop"),
+        default="keep",
+        help="answers that end in a loop: keep, cut after the first repetition, or leave out",
+    )
     packing.add_argument("--held-out", type=float, default=0.05, help="share never trained on")
 
     options = parser.parse_args(argv)

@@ -19,14 +19,15 @@ from longspark_sglang.drafter import (
     LongSparkDrafter,
     TargetParts,
     TargetViews,
-    merge,
-    summary_of,
 )
 from longspark_sglang.drafter.parts import wide_dtype
 from longspark_sglang.training.anchors import window_rows
 
 # Rows scored at a time in the backward scan: bounds its memory.
 CHUNK_ROWS = 512
+# Up to this many windows' worth of rows, anchors score the common stretch and mask it; a longer
+# stretch would cost each anchor more than a copy of its own window.
+SHARED_WINDOWS = 4
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,26 @@ class _PrefixSummaries(torch.autograd.Function):
         values: torch.Tensor,
         anchors: tuple[int, ...],
     ) -> torch.Tensor:
+        layers, heads, slots, dim = queries.shape
+        dtype, scale = wide_dtype(keys), 1 / math.sqrt(dim)
         with torch.autocast(queries.device.type, enabled=False):
-            state = summary_of(queries, keys[:, :0], values[:, :0])
-            states = []
+            query = queries.to(dtype).reshape(layers, keys.size(2), -1, dim) * scale
+            state_value = torch.zeros_like(query)
+            state_lse = query.new_full(query.shape[:-1], -math.inf)
+            values_so_far, lses = [], []
             for begin, end in pairwise((0, *anchors)):
-                if end > begin:
-                    rows = summary_of(queries, keys[:, begin:end], values[:, begin:end])
-                    state = merge(*state, *rows)
-                states.append(state)
-            value = torch.stack([v for v, _ in states])
-            lse = torch.stack([s for _, s in states])
+                for some in _chunks(begin, end):
+                    rows, read = _per_head(keys, some, dtype), _per_head(values, some, dtype)
+                    scores = query @ rows.transpose(-1, -2)
+                    lse = torch.logaddexp(state_lse, scores.logsumexp(-1))
+                    state_value = state_value * (state_lse - lse).exp()[..., None]
+                    state_value = state_value + (scores - lse[..., None]).exp() @ read
+                    state_lse = lse
+                values_so_far.append(state_value)
+                lses.append(state_lse)
+            shape = (len(anchors), layers, heads, slots)
+            value = torch.stack(values_so_far).view(*shape, dim)
+            lse = torch.stack(lses).view(shape)
         ctx.save_for_backward(queries, keys, values, value, lse)
         ctx.anchors = anchors
         return value
@@ -115,18 +126,22 @@ class _PrefixSummaries(torch.autograd.Function):
                 own = grouped(gradient[a].to(dtype))
                 d_value = d_value + own
                 d_total = d_total + (own * grouped(value[a])).sum(-1)
-                for begin, end in _chunks(*edges[a]):
-                    rows = keys[:, begin:end].to(dtype).permute(0, 2, 1, 3)  # [L, Hkv, n, d]
-                    read = values[:, begin:end].to(dtype).permute(0, 2, 1, 3)
+                for some in _chunks(*edges[a]):
+                    rows, read = _per_head(keys, some, dtype), _per_head(values, some, dtype)
                     weight = (query @ rows.transpose(-1, -2) * scale - here[..., None]).exp()
                     d_score = weight * (d_value @ read.transpose(-1, -2) - d_total[..., None])
                     to_query = to_query + d_score @ rows * scale
         return to_query.reshape(queries.shape).to(queries.dtype), None, None, None
 
 
-def _chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _chunks(begin: int, end: int) -> Iterator[slice]:
     for at in range(begin, end, CHUNK_ROWS):
-        yield at, min(at + CHUNK_ROWS, end)
+        yield slice(at, min(at + CHUNK_ROWS, end))
+
+
+def _per_head(rows: torch.Tensor, some: slice, dtype: torch.dtype) -> torch.Tensor:
+    """[L, T, Hkv, d] -> [L, Hkv, n, d]."""
+    return rows[:, some].to(dtype).transpose(1, 2)
 
 
 def prefix_summaries(
@@ -174,11 +189,7 @@ def base_logits_at(
     Returns:
         [A, K, V].
     """
-    rows, lens = window_rows(anchors, drafter.config.window)
-    if "window" in without:
-        rows, lens = rows[:, :0], torch.zeros_like(lens)
-    window_key = views.key[:, rows].transpose(0, 1)
-    window_value = views.value[:, rows].transpose(0, 1)
+    window_key, window_value, lens = _windows(drafter, views, anchors, "window" not in without)
     c = drafter.boundary_vector(views.boundary[anchors - 1])
     if "boundary" in without:
         c = torch.zeros_like(c)
@@ -198,20 +209,59 @@ def base_logits_at(
     return drafter.base_logits(x, target)
 
 
+def _windows(
+    drafter: LongSparkDrafter, views: SequenceViews, anchors: torch.Tensor, used: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Windows as the layers take them: rows shared by all anchors and a mask, or one copy each."""
+    window = drafter.config.window if used else 0
+    low = max(0, int(anchors.min()) - window) if len(anchors) else 0
+    high = int(anchors.max()) if len(anchors) and used else low
+    if high - low > SHARED_WINDOWS * window:
+        rows, lens = window_rows(anchors, window)
+        return views.key[:, rows].transpose(0, 1), views.value[:, rows].transpose(0, 1), lens
+    row = torch.arange(low, high, device=anchors.device)
+    visible = (row < anchors[:, None]) & (row >= anchors[:, None] - window)
+    # [T, L, Hkv, d]: layers are the second dimension, as in a batch of windows.
+    return views.key[:, low:high].transpose(0, 1), views.value[:, low:high].transpose(0, 1), visible
+
+
 def corrected_logits(
     drafter: LongSparkDrafter,
     base_logits: torch.Tensor,
     prev: torch.Tensor,
     without: Collection[str] = (),
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Base logits [A, K, V] plus the Markov term of the known previous tokens prev [A, K]."""
-    return base_logits if "markov" in without else drafter.parallel_markov_head(base_logits, prev)
+    """Base logits [A, K, V] plus the Markov term of the known previous tokens prev [A, K].
+
+    ``tokens`` [N] int64: the base logits are those of these token ids only, [A, K, N].
+    """
+    if "markov" in without:
+        return base_logits
+    head = drafter.parallel_markov_head
+    if tokens is None:
+        return head(base_logits, prev)
+    term = F.linear(head.markov_w1(prev), head.markov_w2.weight[tokens])
+    return base_logits + term.to(base_logits.dtype)
 
 
 def target_logits_at(
     views: SequenceViews, anchors: torch.Tensor, slots: int, target: TargetParts
 ) -> torch.Tensor:
     """The target's logits for the tokens p+1 .. p+K, [A, K, V]; rows beyond the end repeat it."""
+    logits, rows = distinct_target_logits_at(views, anchors, slots, target)
+    return logits[rows]
+
+
+def distinct_target_logits_at(
+    views: SequenceViews, anchors: torch.Tensor, slots: int, target: TargetParts
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`target_logits_at` without repetitions: logits [U, V] and rows [A, K], the row of each slot.
+
+    Slots of neighbouring anchors lie at the same positions.
+    """
     position = anchors[:, None] + torch.arange(slots, device=anchors.device)
-    hidden = views.hidden[position.clamp(max=len(views.hidden) - 1)]
-    return F.linear(hidden, target.lm_head.to(hidden.dtype))
+    position = position.clamp(max=len(views.hidden) - 1)
+    distinct, rows = position.unique(return_inverse=True)
+    hidden = views.hidden[distinct]
+    return F.linear(hidden, target.lm_head.to(hidden.dtype)), rows

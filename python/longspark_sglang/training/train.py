@@ -38,10 +38,11 @@ from longspark_sglang.training.forward import (
     SequenceViews,
     base_logits_at,
     corrected_logits,
+    distinct_target_logits_at,
     prefix_summaries,
-    target_logits_at,
 )
 from longspark_sglang.training.losses import parse_mixture, slot_losses, slot_weights
+from longspark_sglang.training.vocabulary import TrainVocabulary
 
 STATE_FILE = "state.pt"
 CURVE_FILE = "curve.jsonl"
@@ -54,13 +55,22 @@ def sequence_loss(
     anchors: torch.Tensor,
     target: TargetParts,
     config: TrainingConfig,
+    vocabulary: TrainVocabulary | None = None,
 ) -> torch.Tensor:
-    """The mean loss over the valid slots of all anchors, weighted by slot; 0 without anchors."""
+    """The mean loss over the valid slots of all anchors, weighted by slot; 0 without anchors.
+
+    With a ``vocabulary`` the ``target`` must be `TrainVocabulary.parts`.
+    """
     device = views.hidden.device
     ids, response = sequence.ids.to(device), sequence.response.to(device)
     slots = drafter.config.num_draft_tokens
     anchors = anchors.to(device)
     labels, prev, valid = labels_of(ids, response, anchors, slots)
+    tokens = None
+    if vocabulary is not None:
+        tokens, labels = vocabulary.tokens, vocabulary.place[labels]
+        valid = valid & (labels >= 0)
+        labels = labels.clamp(min=0)
     weights = slot_weights(slots, config.gamma, device) * valid
     mixture = parse_mixture(config.loss)
     summary = prefix_summaries(drafter.summary_queries, views.key, views.value, anchors)
@@ -69,9 +79,10 @@ def sequence_loss(
         some = anchors[group]
         with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
             base = base_logits_at(drafter, views, ids, some, summary, target, config.without)
-            logits = corrected_logits(drafter, base, prev[group], config.without)
-            wanted = target_logits_at(views, some, slots, target)
-        return (slot_losses(mixture, logits, wanted, labels[group]) * weights[group]).sum()
+            logits = corrected_logits(drafter, base, prev[group], config.without, tokens)
+            wanted, rows = distinct_target_logits_at(views, some, slots, target)
+        losses = slot_losses(mixture, logits, wanted, labels[group], rows)
+        return (losses * weights[group]).sum()
 
     total = summary.new_zeros(())
     for begin in range(0, len(anchors), config.anchors_per_group):
@@ -189,6 +200,13 @@ class Trainer:
         self.config, self.output, self.crew = config, output, crew
         self.optimizers = make_optimizers(drafter, config)
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
+        self.vocabulary = None
+        self._loss_target = target
+        if config.train_vocabulary:
+            self.vocabulary = TrainVocabulary.most_frequent(
+                self.train, config.train_vocabulary, drafter.config.vocab_size
+            ).to(target.lm_head.device)
+            self._loss_target = self.vocabulary.parts(target)
         self.step = 0
         self._epoch, self._order = 0, self._order_of(0)
 
@@ -228,8 +246,9 @@ class Trainer:
                 self.features.of(sequence.ids),
                 sequence,
                 anchors,
-                self.target,
+                self._loss_target,
                 config,
+                self.vocabulary,
             )
             part = part / config.sequences_per_step
             part.backward()
@@ -385,6 +404,12 @@ def _train(options: argparse.Namespace, crew: Crew) -> int:
     print(f"drafter: {count:,} parameters, taps {list(drafter.config.tapped_layers)}", flush=True)
     parts = TargetParts.from_hf(model)
     trainer = Trainer(drafter, features, parts, data, config, output, crew)
+    if (known := trainer.vocabulary) is not None:
+        print(
+            f"losses over {len(known.tokens)} of {drafter.config.vocab_size} tokens, which are "
+            f"{known.coverage:.2%} of the answers'",
+            flush=True,
+        )
     if options.resume:
         trainer.resume()
     trainer.run(
