@@ -318,10 +318,10 @@ def pack(options: argparse.Namespace) -> int:
         for record in read_records(path):
             ids = record["prompt_ids"] + record["output_ids"]
             begin = len(record["prompt_ids"])
-            if (name := (record["id"], record["temperature"])) in seen:
+            if (answer := (record["id"], record["temperature"])) in seen:
                 counts["repeated"] += 1
                 continue
-            seen.add(name)
+            seen.add(answer)
             if options.loops != "keep" and (at := loop_begin(record["output_ids"])) is not None:
                 counts["looping, cut" if options.loops == "cut" else "looping, left out"] += 1
                 if options.loops == "drop":
