@@ -3,14 +3,15 @@
     python -m longspark_sglang.bench.engine_process --model-path ... [SGLang's server arguments]
 
 Commands are JSON lines on stdin, answers JSON lines on the stdout that the process was started
-with; whatever SGLang prints goes to stderr. Requests, scheduling, pools, workers and kernels are the
-ones that a server runs. Two things are not: there is no tokenizer process, and a *synthetic* context
-is not prefilled by the target: the whole K/V pool holds random rows, and the scheduler's prefill
-passes only skip the target's forward. A round cannot tell, since its cost does not depend on values.
+with; whatever SGLang prints goes to stderr. Requests, scheduling, pools, workers and kernels are
+those of a server. Two things are not: there is no tokenizer process, and a *synthetic* context is
+not prefilled by the target: the whole K/V pool holds random rows, and the scheduler's prefill
+passes skip the target's forward. A round cannot tell, since its cost does not depend on values.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -50,7 +52,8 @@ class EngineProcess:
         ports = PortArgs.init_new(args)
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         self.scheduler = Scheduler(args, ports)
-        self.speculates = not self.scheduler.spec_algorithm.is_none()
+        self.algorithm = getattr(self.scheduler.spec_algorithm, "name", "NONE")
+        self.speculates = self.algorithm == "LONGSPARK"
         self.device = str(self.scheduler.tp_worker.device)
         self.clock = PhaseClock(self.device)
         self._synthetic = False
@@ -60,7 +63,7 @@ class EngineProcess:
         target.forward_batch_generation = self._forward
         if self.speculates:
             self.clock.attach(self.scheduler.draft_worker, LONGSPARK_PHASES)
-        else:
+        elif self.algorithm == "NONE":
             self.clock.attach(target, PLAIN_PHASES)
 
     # -- commands ----------------------------------------------------------------------------------
@@ -69,11 +72,12 @@ class EngineProcess:
         """What was loaded and allocated."""
         scheduler = self.scheduler
         answer: dict[str, Any] = {
-            "algorithm": getattr(scheduler.spec_algorithm, "name", "NONE"),
+            "algorithm": self.algorithm,
             "device": self.device,
             "max_total_tokens": scheduler.max_total_num_tokens,
             "vocab_size": scheduler.model_config.vocab_size,
             "dtype": str(scheduler.tp_worker.model_runner.dtype).removeprefix("torch."),
+            **self._draft_pools(),
         }
         if self.speculates:
             answer["longspark"] = scheduler.draft_worker.metrics.snapshot()
@@ -149,6 +153,22 @@ class EngineProcess:
         self._flush()
         return answer
 
+    def _draft_pools(self) -> dict[str, int]:
+        """Bytes and rows of every K/V pool that is not the target's, found by looking."""
+        targets = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        pools = [x for x in gc.get_objects() if isinstance(x, KVCache) and x is not targets]
+        buffers = [
+            tensor
+            for pool in pools
+            for name in ("k_buffer", "v_buffer", "kv_buffer")
+            for tensor in getattr(pool, name, None) or ()
+        ]
+        distinct = {tensor.data_ptr(): tensor for tensor in buffers}.values()
+        return {
+            "draft_pool_bytes": sum(tensor.nbytes for tensor in distinct),
+            "draft_pool_rows": max((pool.size for pool in pools), default=0),
+        }
+
     # -- driving the scheduler ---------------------------------------------------------------------
 
     def _submit(self, prompt: list[int], tokens: int, temperature: float) -> Any:
@@ -188,7 +208,7 @@ class EngineProcess:
         return batch
 
     def _prefill(self, count: int) -> None:
-        """Steps until `count` requests have been prefilled and the first of their rounds has run."""
+        """Steps until `count` requests are prefilled and the first of their rounds has run."""
         while True:
             batch = self._step()
             if batch is None:
