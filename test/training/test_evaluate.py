@@ -12,7 +12,13 @@ from longspark_sglang.config import LongSparkError
 from longspark_sglang.drafter import LongSparkDrafter, TargetParts, summary_of
 from longspark_sglang.training.data import PackedSequence
 from longspark_sglang.training.eval_command import main
-from longspark_sglang.training.evaluate import Replay, Summary, accept_chances, replay
+from longspark_sglang.training.evaluate import (
+    Replay,
+    Summary,
+    accept_chances,
+    draw_chart,
+    replay,
+)
 from longspark_sglang.training.features import Features
 from longspark_sglang.training.forward import SequenceViews
 from training_cases import load_target, pack_answers, target_answers
@@ -184,7 +190,8 @@ def test_the_command_prints_each_temperature_and_ablation(
     arguments = ["--target", str(tiny_target), "--draft", str(tiny_drafter), "--data", str(packed)]
     arguments += ["--without", "markov", "--without", "summary", "--split", "train"]
     arguments += ["--limit", "3", "--device", "cpu", "--dtype", "float32", "--json", str(table)]
-    assert main(arguments) == 0
+    chart = tmp_path / "chart.svg"
+    assert main([*arguments, "--chart", str(chart)]) == 0
     rows = json.loads(table.read_text())
     shown = [(row["temperature"], row["without"], row["law_of_serving"]) for row in rows]
     views = ([], ["markov"], ["summary"])
@@ -195,6 +202,10 @@ def test_the_command_prints_each_temperature_and_ablation(
     assert all(1 <= length <= 8 for length in lengths.values())
     printed = capsys.readouterr().out
     assert f"{lengths[0.0,]:.3f}" in printed and "answers drawn at T = [0.0]" in printed
+    drawn = chart.read_text()
+    assert drawn.count("<!-- T = 1, without markov -->") == 1 and "<!-- packed -->" in drawn
+    with pytest.raises(LongSparkError, match=r"name a \.png or \.svg"):
+        draw_chart(rows, tmp_path / "chart.spark")
 
 
 def test_an_unknown_view_is_refused(tmp_path: Path) -> None:

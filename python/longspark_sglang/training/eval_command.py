@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
         "--without", action="append", default=[], help=f"ablation, one of {', '.join(VIEWS)}"
     )
     parser.add_argument("--json", help="also write the table to this file")
+    parser.add_argument("--chart", help="also draw it: a .png or .svg file (needs matplotlib)")
     add_device_options(parser)
     options = parser.parse_args(argv)
     # Imported here: this needs torch, and `--help` does not.

@@ -226,4 +226,41 @@ def run(options: argparse.Namespace) -> int:
                 )
     if options.json:
         Path(options.json).write_text(json.dumps(table, indent=2) + "\n")
+    if options.chart:
+        draw_chart(table, Path(options.chart))
     return 0
+
+
+def draw_chart(table: Sequence[dict[str, Any]], path: Path) -> None:
+    """Bars of accept length with their intervals: one group per data set, one colour per variant.
+
+    TrainingError without matplotlib or for a kind of file that it cannot write.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TrainingError(
+            "no chart", [f"{error}: pip install matplotlib, or drop --chart"]
+        ) from error
+    groups = list(dict.fromkeys(Path(row["data"]).name for row in table))
+    bars: dict[str, list[dict[str, Any]]] = {}
+    for row in table:
+        without = f", without {row['without'][0]}" if row["without"] else ""
+        bars.setdefault(f"T = {row['temperature']:g}{without}", []).append(row)
+    figure = Figure(figsize=(3 + 1.5 * len(groups), 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(bars)
+    for i, (label, rows) in enumerate(bars.items()):
+        at = [groups.index(Path(row["data"]).name) - 0.4 + (i + 0.5) * width for row in rows]
+        tau = [row["accept_length"] for row in rows]
+        low = [row["accept_length"] - row["low"] for row in rows]
+        high = [row["high"] - row["accept_length"] for row in rows]
+        axes.bar(at, tau, width, yerr=[low, high], capsize=3, label=label)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.axhline(1, color="black", linewidth=0.5)  # what decoding without drafts would have
+    axes.set_ylabel("accept length (bonus included), 95% interval")
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise TrainingError(f"no chart in {path}", [f"{error}: name a .png or .svg"]) from error

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +41,7 @@ from longspark_sglang.training.forward import (
     prefix_summaries,
 )
 from longspark_sglang.training.losses import parse_mixture, slot_losses, slot_weights
+from longspark_sglang.training.report import TrainingReport
 from longspark_sglang.training.vocabulary import TrainVocabulary
 
 STATE_FILE = "state.pt"
@@ -269,39 +269,38 @@ class Trainer:
         return counts[0].item(), int(counts[1])
 
     def run(
-        self, until: int, *, eval_every: int, eval_sequences: int, save_every: int, line_every: int
+        self,
+        until: int,
+        *,
+        eval_every: int,
+        eval_sequences: int,
+        save_every: int,
+        line_every: int,
+        tensorboard: Path | None = None,
     ) -> None:
-        """Train up to step ``until``; evaluates, prints and saves on the way and at the end."""
-        started, tokens, accept_length = time.monotonic(), 0, ""
-        while self.step < until:
-            loss, seen = self.one_step()
-            tokens += seen
-            last = self.step == until
-            record: dict[str, Any] = {"step": self.step, "loss": loss}
-            if self.crew.rank == 0:
+        """Train up to step ``until``; evaluates, reports and saves on the way and at the end."""
+        first = self.crew.rank == 0
+        report = TrainingReport(until, self.step, line_every, tensorboard if first else None)
+        try:
+            while self.step < until:
+                loss, tokens = self.one_step()
+                if not first:
+                    continue
+                last = self.step == until
+                record: dict[str, Any] = {"step": self.step, "loss": loss}
                 if self.held_out and (last or self.step % eval_every == 0):
+                    watched = self.held_out[:eval_sequences]
                     found = evaluate(
-                        self.drafter,
-                        self.features,
-                        self.held_out[:eval_sequences],
-                        self.target,
-                        0.0,
-                        self.config.without,
+                        self.drafter, self.features, watched, self.target, 0.0, self.config.without
                     )
                     record |= {"accept_length": found.accept_length, "per_slot": found.per_slot}
-                    slots = " ".join(f"{share:.2f}" for share in found.per_slot)
-                    accept_length = f", accept length {found.accept_length:.3f} ({slots})"
                 with (self.output / CURVE_FILE).open("a") as file:
                     file.write(json.dumps(record) + "\n")
-                if last or self.step % line_every == 0:
-                    speed = tokens / max(time.monotonic() - started, 1e-9)
-                    print(
-                        f"step {self.step}/{self.config.steps}, loss {loss:.4f}, "
-                        f"{speed:.0f} tok/s{accept_length}",
-                        flush=True,
-                    )
+                report.step(record, tokens)
                 if last or self.step % save_every == 0:
                     self.save()
+        finally:
+            report.close()
 
     def save(self) -> None:
         """The drafter (released format, bfloat16), training.json, and the state to resume from."""
@@ -418,6 +417,7 @@ def _train(options: argparse.Namespace, crew: Crew) -> int:
         eval_sequences=options.eval_sequences,
         save_every=options.save_every,
         line_every=options.line_every,
+        tensorboard=options.tensorboard,
     )
     return 0
 

@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval-sequences", type=int, default=16)
     parser.add_argument("--save-every", type=int, default=500, help="steps")
     parser.add_argument("--line-every", type=int, default=10, help="steps")
+    parser.add_argument("--tensorboard", type=Path, help="folder for event files")
     add_device_options(parser)
 
     shape = parser.add_argument_group("drafter")
