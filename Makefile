@@ -1,5 +1,7 @@
 # make serve   install everything, start SGLang with LONGSPARK, print how to talk to it
 #              MODEL= DRAFT=  folders or hub ids     PORT=30000     ARGS="more SGLang options"
+# make pair    make the demo drafter again: prompts, answers, training (hours without a GPU)
+#              WORK=build/pair     ARGS="--steps 1000"
 # make test    install everything, run the tests     TESTS=test/unit     TEST_ARGS="-x -k name"     JOBS=2
 # make lint    ruff, mypy, clang-format
 # make cuda-compile  compile the kernels for every GPU architecture, compare with their budget (no GPU)
@@ -20,7 +22,7 @@ BIN := $(VENV)/bin
 # The compiler's ninja is a console script of the environment.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: install serve test lint cuda-compile sanitize gpu-check clean
+.PHONY: install serve pair test lint cuda-compile sanitize gpu-check clean
 .DEFAULT_GOAL := install
 
 install:
@@ -30,6 +32,10 @@ install:
 
 serve: install
 	@exec $(BIN)/python examples/serve.py --model '$(MODEL)' --draft '$(DRAFT)' --port $(PORT) $(ARGS)
+
+WORK ?= build/pair
+pair: install
+	$(BIN)/python examples/make_pair.py --work '$(WORK)' $(ARGS)
 
 # Torch's threads wait by spinning, so more of them than cores, over all processes, are very slow.
 test: export OMP_NUM_THREADS ?= 1

@@ -31,6 +31,7 @@ from smollm2 import cache_root, smollm2
 
 START_TIMEOUT = 1800.0  # seconds; a large target on a slow disk takes its time
 SMOLLM2_MASK_TOKEN = 16  # <empty_output>, one of its unused special tokens
+DEMO_DRAFTER = Path(__file__).parent / "smollm2-135m-longspark"  # made by make_pair.py
 
 # A machine without a GPU shares its memory with everything else, so the pools are small there; and
 # float32 is where the CPU server's greedy output is token for token that of plain decoding.
@@ -73,15 +74,15 @@ def progress(text: str) -> None:
 
 def find_pair(model: str | None, draft: str | None) -> tuple[str, str]:
     """Target and drafter as SGLang takes them; what was not named is made, and said so."""
-    mask_token_id = None
     if model is None:
         model = str(smollm2())
-        mask_token_id = SMOLLM2_MASK_TOKEN
+        if draft is None and DEMO_DRAFTER.exists():
+            draft = str(DEMO_DRAFTER)
         progress("target: SmolLM2-135M-Instruct by HuggingFaceTB, dequantised from Q4_1")
     else:
         progress(f"target: {model}")
     if draft is None:
-        draft = str(_random_drafter_for(model, mask_token_id))
+        draft = str(_random_drafter_for(model))
         progress("drafter: RANDOM (untrained, seed 0). The output is right but nothing is faster:")
         progress("         name a trained one with DRAFT=folder-or-hub-id")
     else:
@@ -89,15 +90,15 @@ def find_pair(model: str | None, draft: str | None) -> tuple[str, str]:
     return model, draft
 
 
-def _random_drafter_for(model: str, mask_token_id: int | None) -> Path:
+def _random_drafter_for(model: str) -> Path:
     """A random drafter for this target, kept in the cache."""
     place = str(Path(model).resolve()) if Path(model).exists() else model
-    key = hashlib.sha256(f"{place} {mask_token_id}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(place.encode()).hexdigest()[:12]
     final = cache_root() / f"random-drafter-{key}"
     if not final.exists():
         cache_root().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_root(), prefix="making-") as work:
-            made = random_drafter(model, Path(work) / "drafter", mask_token_id=mask_token_id)
+            made = random_drafter(model, Path(work) / "drafter")
             made.rename(final)
     return final
 
@@ -152,7 +153,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", help="target: folder or hub id (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--draft", help="drafter: folder or hub id (default: a random one)")
+    parser.add_argument(
+        "--draft", help="drafter: folder or hub id (default: the demo target's, else a random one)"
+    )
     parser.add_argument("--port", type=int, default=30000)
     options, more = parser.parse_known_args()
     if not port_is_free(options.port):
