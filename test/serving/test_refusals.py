@@ -59,6 +59,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
         "--disaggregation-mode",
     ),
     "cp": (("--attn-cp-size", "2", "--tp-size", "2"), "context parallelism", "size 1"),
+    "hicache": (
+        ("--enable-hierarchical-cache",),
+        "HiCache",
+        "--enable-hierarchical-cache",
+    ),
     "device": (("--device", "xpu"), "device xpu", "cuda or cpu"),
     "width-9": (
         ("--speculative-num-draft-tokens", "9"),

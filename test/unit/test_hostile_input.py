@@ -162,6 +162,7 @@ BAD_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "enable_two_batch_overlap": (True,),
     "enable_pdmux": (True,),
     "enable_lora": (True,),
+    "enable_hierarchical_cache": (True,),
     "device": ("xpu", "npu", "hpu:0"),
 }
 SAME_REASON = {"attn_cp_size", "dcp_size"}
@@ -178,6 +179,8 @@ def test_every_unsupported_argument_is_refused_whatever_else_is_set(bad: dict[st
     args.__dict__.update(bad)
     reasons = compat.server_refusals(args)
     expected = len(bad) - (bad.keys() >= SAME_REASON)
+    # HiCache is refused on the CPU only.
+    expected -= "enable_hierarchical_cache" in bad and args.device != "cpu"
     assert len(reasons) == len(set(reasons)) == expected, reasons
 
 

@@ -311,6 +311,11 @@ def server_refusals(args: Any) -> list[str]:
         device not in ("cpu", "cuda"),
         f"device {device} was never run with LONGSPARK; use cuda or cpu",
     )
+    refuse(
+        get("enable_hierarchical_cache") and device == "cpu",
+        "HiCache pins its host tier through CUDA, which the CPU platform lacks; drop "
+        "--enable-hierarchical-cache",
+    )
     return reasons
 
 
