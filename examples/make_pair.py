@@ -48,8 +48,10 @@ TOKENS = "384"  # at most, of each answer
 # At most 24 MB in bfloat16: half of the target's MLP width, and a Markov rank of 32.
 SHAPE = "--layer-ids 6 16 27 --draft-tokens 7 --window 256 --summary-slots 16"
 SHAPE += f" --markov-rank 32 --intermediate-size 704 --mask-token-id {SMOLLM2_MASK_TOKEN}"
-TRAINING = "--optimizer muon --learning-rate 0.02 --warmup 0.05 --loss 0.5*ce+0.5*tv"
-TRAINING += " --sequences-per-step 12 --anchors-per-sequence 48 --anchors-per-group 48"
+TRAINING = "--from-target --optimizer muon --learning-rate 0.02 --schedule linear"
+TRAINING += (
+    " --loss 0.5*ce+0.5*tv --sequences-per-step 8 --anchors-per-sequence 48 --anchors-per-group 48"
+)
 TRAINING += " --train-vocabulary 6144 --autocast --no-checkpointing --seed 0"
 
 
@@ -121,7 +123,8 @@ def train(target: Path, work: Path, steps: int) -> None:
     rest = [*SHAPE.split(), *TRAINING.split(), "--steps", str(steps)]
     if not torch.cuda.is_available():
         rest += ["--dtype", "bfloat16"]
-    rest += ["--cache", str(work / "features"), "--save-every", "50", "--eval-every", "50"]
+    rest += ["--cache", str(work / "features"), "--save-every", "40", "--eval-every", "120"]
+    rest += ["--eval-sequences", "30"]
     rest += ["--resume"] if (drafter / "state.pt").exists() else []
     longspark("train", *folders, *rest)
 
@@ -215,7 +218,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for everything on the way")
     parser.add_argument("--output", type=Path, default=DEMO_DRAFTER, help="the finished drafter")
     parser.add_argument("--prompts", type=int, help="use the first of the training prompts only")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=460)
     options = parser.parse_args()
     # SIGTERM leaves through `finally`, so that no server is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
