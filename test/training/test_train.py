@@ -20,7 +20,6 @@ from longspark_sglang.training.config import TrainingConfig, TrainingError
 from longspark_sglang.training.data import PackedData, PackedSequence
 from longspark_sglang.training.features import Features, bytes_per_token
 from longspark_sglang.training.forward import SequenceViews, prefix_summaries
-from longspark_sglang.training.start import start_from_target
 from longspark_sglang.training.train import (
     Crew,
     Trainer,
@@ -214,37 +213,6 @@ def test_what_is_exported_proposes_as_in_training(fifty_target: Path, whole: Pat
         theirs = exported.propose(*start, scanned[None], *common, *rest)
         assert torch.equal(mine.draft_tokens, theirs.draft_tokens)
         assert torch.allclose(mine.base_logits, theirs.base_logits, atol=1e-5)
-
-
-@pytest.mark.parametrize("inner", [16, 9999])
-def test_layers_start_as_the_tapped_layers(fifty_target: Path, inner: int) -> None:
-    """With too few neurons the heaviest are taken; with more than there are, all."""
-    model = load_target(fifty_target, torch.float32)
-    wide = model.config.intermediate_size
-    size = min(inner, 2 * wide)
-    drafter = LongSparkDrafter(small_config(model.config, intermediate_size=size))
-    start_from_target(drafter, model)
-    for mine, tap in zip(drafter.parallel_qwen_layers, drafter.config.tapped_layers, strict=True):
-        theirs = model.model.layers[tap]
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-            copied = getattr(mine.self_attn, name).weight
-            assert torch.equal(copied, getattr(theirs.self_attn, name).weight), name
-        assert torch.equal(mine.input_layernorm.weight, theirs.input_layernorm.weight)
-        x = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            if size >= wide:  # the drafter's own neurons come on top
-                mine.mlp.down_proj.weight[:, wide:] = 0
-                assert torch.allclose(mine.mlp(x), theirs.mlp(x), atol=1e-5)
-                continue
-            up, down = theirs.mlp.up_proj.weight, theirs.mlp.down_proj.weight
-            weight = (up.norm(dim=1) * down.norm(dim=0)).tolist()
-            places = [up.tolist().index(row) for row in mine.mlp.up_proj.weight.tolist()]
-            left = [w for i, w in enumerate(weight) if i not in places]
-            assert min(weight[i] for i in places) >= max(left)
-            lighter = torch.zeros(wide)
-            lighter[places] = 1
-            gated = theirs.mlp.act_fn(theirs.mlp.gate_proj(x)) * theirs.mlp.up_proj(x)
-            assert torch.allclose(mine.mlp(x), theirs.mlp.down_proj(gated * lighter), atol=1e-5)
 
 
 def test_settings_are_saved_beside_the_weights(whole: Path, packed: Path) -> None:

@@ -42,7 +42,6 @@ from longspark_sglang.training.forward import (
 )
 from longspark_sglang.training.losses import parse_mixture, slot_losses, slot_weights
 from longspark_sglang.training.report import TrainingReport
-from longspark_sglang.training.start import start_from_target
 from longspark_sglang.training.vocabulary import TrainVocabulary
 
 STATE_FILE = "state.pt"
@@ -390,7 +389,6 @@ def _train(options: argparse.Namespace, crew: Crew) -> int:
         "dtype": str(model.dtype),
         "data_manifest": data.manifest_hash,
         "init": options.init,
-        "from_target": options.from_target,
         "processes": crew.size,
         "torch": torch.__version__,
         "longspark": __version__,
@@ -437,7 +435,7 @@ def _drafter(options: argparse.Namespace, model: Any) -> LongSparkDrafter:
             "no mask token",
             ["the tokenizer has none: give --mask-token-id, a token id that no text uses"],
         )
-    drafter = LongSparkDrafter(
+    return LongSparkDrafter(
         LongSparkConfig.for_target(
             model.config,
             mask_token_id=mask,
@@ -450,6 +448,3 @@ def _drafter(options: argparse.Namespace, model: Any) -> LongSparkDrafter:
             intermediate_size=options.intermediate_size,
         )
     )
-    if options.from_target:
-        start_from_target(drafter, model)
-    return drafter

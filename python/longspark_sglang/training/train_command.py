@@ -37,9 +37,6 @@ def _parser() -> argparse.ArgumentParser:
 
     shape = parser.add_argument_group("drafter")
     shape.add_argument("--init", help="start from this drafter, and its shape")
-    shape.add_argument(
-        "--from-target", action="store_true", help="layers start as the tapped layers of the target"
-    )
     shape.add_argument("--mask-token-id", type=int, help="default: the tokenizer's mask token")
     shape.add_argument("--layers", type=int, default=5)
     shape.add_argument("--layer-ids", type=int, nargs="+", help="default: evenly spaced")
