@@ -165,6 +165,77 @@ class Decision:
     logits: torch.Tensor
 
 
+@dataclass
+class TargetChoice:
+    """What the target says about a block of drafts.
+
+    Attributes:
+        tokens: [B, K+1] int64, its own tokens after the anchor and each draft; None if no request
+            is compared.
+        probs: [B, K+1, V] float32, its distributions there; None if no request is weighed.
+        uniforms, uniform_final: [B, K] and [B] float32 in [0, 1), with probs.
+    """
+
+    tokens: torch.Tensor | None
+    probs: torch.Tensor | None
+    uniforms: torch.Tensor | None
+    uniform_final: torch.Tensor | None
+
+
+def decide(
+    choice: TargetChoice,
+    drafts: torch.Tensor,
+    anchors: torch.Tensor,
+    draft_logq: torch.Tensor,
+    base_logits: torch.Tensor,
+    markov_w1: torch.Tensor,
+    markov_w2: torch.Tensor,
+    temperature: torch.Tensor,
+    point_mass: torch.Tensor,
+    limit: torch.Tensor,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """accepted [B] int32 and next_token [B] int64 of a block.
+
+    Reads nothing on the host, and which operators run depends only on which parts of `choice` are
+    there: a CUDA graph can hold it (serving/graphs.py). Arguments as in Decision, RoundPlan and
+    `ops.accept_chain`.
+    """
+    if choice.probs is None:
+        assert choice.tokens is not None
+        return accept_greedy(choice.tokens, drafts, limit)
+    assert choice.uniforms is not None and choice.uniform_final is not None
+    accepted, next_token = accept_chain(
+        choice.probs,
+        drafts,
+        draft_logq,
+        base_logits,
+        anchors,
+        markov_w1,
+        markov_w2,
+        temperature,
+        point_mass,
+        choice.uniforms,
+        choice.uniform_final,
+        limit,
+        vocab_size,
+    )
+    if choice.tokens is not None:
+        same, own = accept_greedy(choice.tokens, drafts, limit)
+        accepted = torch.where(point_mass, same, accepted)
+        next_token = torch.where(point_mass, own, next_token)
+    return accepted, next_token
+
+
+def emitted_tokens(
+    drafts: torch.Tensor, accepted: torch.Tensor, next_token: torch.Tensor
+) -> torch.Tensor:
+    """Decision.tokens: the drafts [B, K], with next_token [B] at index `accepted` [B]."""
+    tokens = torch.cat((drafts, next_token[:, None]), dim=1)
+    tokens.scatter_(1, accepted[:, None].to(torch.int64), next_token[:, None])
+    return tokens.view(-1)
+
+
 class AcceptanceSampler:
     """Decides which drafts the target accepts and draws the next token.
 
@@ -320,50 +391,67 @@ class AcceptanceSampler:
             markov_w1, markov_w2: [V, r], the drafter's Markov matrices.
             grammar_mask: SGLang's GrammarMask of the block, or None.
         """
-        layout = plan.layout
-        batch_size, width = candidates.shape
         drafts = candidates[:, 1:].contiguous()
-        logits = self._process(batch, layout, drafts, logits, grammar_mask)
-        blocks = logits.view(batch_size, width, -1)
-
-        if not layout.weighed:
-            accepted, next_token = self._compare(batch, plan, blocks, drafts)
-        else:
-            accepted, next_token = accept_chain(
-                self._distribution(batch, layout, blocks),
-                drafts,
-                proposal.draft_logq,
-                proposal.base_logits,
-                candidates[:, 0].contiguous(),
-                markov_w1,
-                markov_w2,
-                plan.temperature,
-                plan.point_mass,
-                self._uniform(batch_size, width - 1),
-                self._uniform(batch_size),
-                plan.limit,
-                self.vocab_size,
-            )
-            if layout.compared:
-                same, choice = self._compare(batch, plan, blocks, drafts)
-                accepted = torch.where(plan.point_mass, same, accepted)
-                next_token = torch.where(plan.point_mass, choice, next_token)
+        logits, choice = self.target_choice(batch, plan, drafts, logits, grammar_mask)
+        accepted, next_token = decide(
+            choice,
+            drafts,
+            candidates[:, 0].contiguous(),
+            proposal.draft_logq,
+            proposal.base_logits,
+            markov_w1,
+            markov_w2,
+            plan.temperature,
+            plan.point_mass,
+            plan.limit,
+            self.vocab_size,
+        )
         agreed = self.broadcast(torch.stack((accepted.to(torch.int64), next_token)))
         accepted, next_token = agreed[0].to(torch.int32), agreed[1]
-
-        accept_lens = accepted + 1
-        tokens = torch.cat((drafts, next_token[:, None]), dim=1)
-        tokens.scatter_(1, agreed[0][:, None], next_token[:, None])
-        if layout.penalised is not None:
-            which = layout.penalised.which
-            self.penalties.record(which.take(tokens), which.take(accept_lens), layout.penalised)
-        return Decision(
+        decision = Decision(
             accepted=accepted,
-            accept_lens=accept_lens,
+            accept_lens=accepted + 1,
             next_token=next_token,
-            tokens=tokens.view(-1),
+            tokens=emitted_tokens(drafts, accepted, next_token),
             logits=logits,
         )
+        self.record(plan, decision)
+        return decision
+
+    def target_choice(
+        self,
+        batch: Any,
+        plan: RoundPlan,
+        drafts: torch.Tensor,
+        logits: torch.Tensor,
+        grammar_mask: Any = None,
+    ) -> tuple[torch.Tensor, TargetChoice]:
+        """What the target says about a block [B, K] of drafts, after Decision.logits.
+
+        Everything about a round that depends on what its requests asked for happens here.
+        Arguments as for `accept`.
+        """
+        layout = plan.layout
+        batch_size, width = drafts.shape[0], drafts.shape[1] + 1
+        logits = self._process(batch, layout, drafts, logits, grammar_mask)
+        blocks = logits.view(batch_size, width, -1)
+        return logits, TargetChoice(
+            tokens=self._chosen(batch, plan, blocks) if layout.compared else None,
+            probs=self._distribution(batch, layout, blocks) if layout.weighed else None,
+            uniforms=self._uniform(batch_size, width - 1) if layout.weighed else None,
+            uniform_final=self._uniform(batch_size) if layout.weighed else None,
+        )
+
+    def record(self, plan: RoundPlan, decision: Decision) -> None:
+        """Count the emitted tokens of requests with penalties."""
+        penalised = plan.layout.penalised
+        if penalised is not None:
+            tokens = decision.tokens.view(len(decision.accepted), -1)
+            self.penalties.record(
+                penalised.which.take(tokens),
+                penalised.which.take(decision.accept_lens),
+                penalised,
+            )
 
     def _make_layout(self, batch: Any) -> Layout:
         """Sort a batch's requests by what they need."""
@@ -436,10 +524,8 @@ class AcceptanceSampler:
         sanitize_nan_logits(logits, "LONGSPARK verify: target logits")
         return logits
 
-    def _compare(
-        self, batch: Any, plan: RoundPlan, blocks: torch.Tensor, drafts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accept the drafts that equal the target's choice: its argmax, or its seeded draw."""
+    def _chosen(self, batch: Any, plan: RoundPlan, blocks: torch.Tensor) -> torch.Tensor:
+        """The target's own tokens [B, K+1]: its argmax, or its seeded draw."""
         layout, info, width = plan.layout, batch.sampling_info, blocks.shape[1]
         chosen = blocks.argmax(dim=-1)
         for rows in (layout.seeded, layout.seeded_filtered):
@@ -455,7 +541,7 @@ class AcceptanceSampler:
                 top_k, top_p = (_each(rows, x, width) for x in (info.top_ks, info.top_ps))
                 drawn = seeded_filtered_tokens(probs, top_k, top_p, seed, position)
             rows.put(chosen, drawn.view(-1, width))
-        return accept_greedy(chosen, drafts, plan.limit)
+        return chosen
 
     def _distribution(self, batch: Any, layout: Layout, blocks: torch.Tensor) -> torch.Tensor:
         """Target probabilities [B, K+1, V] float32 after temperature and filters."""

@@ -74,6 +74,9 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator"),
     ),
     Symbol(
+        "sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.init_cuda_graphs", "override"
+    ),
+    Symbol(
         "sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.clear_cache_pool", "override"
     ),
     Symbol(
@@ -141,6 +144,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         "call",
         ("batch", "forward_batch", "is_verify"),
     ),
+    Symbol("sglang.srt.managers.tp_worker", "TpModelWorker.get_decode_cuda_graph_bs", "call"),
     Symbol("sglang.srt.managers.utils", "GenerationBatchResult", "field"),
     Symbol("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.get_key_buffer", "call"),
     Symbol("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.get_value_buffer", "call"),

@@ -7,6 +7,7 @@ one row of `SummaryStore`; the K/V window is read in place from the target's poo
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from longspark_sglang import checkpoint
-from longspark_sglang.serving import compat
+from longspark_sglang.serving import compat, graphs
 from longspark_sglang.serving.acceptance import AcceptanceSampler, is_enabled, request_refusals
 from longspark_sglang.serving.algorithm import drafter_config
 from longspark_sglang.serving.drafter_runner import DrafterRunner
 from longspark_sglang.serving.metrics import Metrics, start_up_lines
 from longspark_sglang.serving.self_check import SelfCheck
 from longspark_sglang.serving.simulation import SimulatedAcceptance
-from longspark_sglang.serving.snapshots import BLOCK, PrefixSnapshots
+from longspark_sglang.serving.snapshots import BLOCK, Crossing, PrefixSnapshots
 from longspark_sglang.serving.summary_store import SummaryStore
 from longspark_sglang.serving.taps import BoundaryTaps
 
@@ -90,6 +91,7 @@ class LongSparkWorker(BaseSpecWorker):
         # Before the KV pool is sized, so that the state comes out of the memory that is still free.
         self._allocate_state(int(get_schedule().max_running_requests) + 1)
         self.offsets = torch.arange(self.width, device=self.device)
+        self.graphs: graphs.RoundGraphs | None = None
 
     # -- start ------------------------------------------------------------------------------------
 
@@ -128,6 +130,11 @@ class LongSparkWorker(BaseSpecWorker):
             logger.info(line)
         if self.simulation is not None:
             logger.warning(self.simulation.warning)
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the round, after the target's graphs."""
+        super().init_cuda_graphs()
+        self.graphs = graphs.make(self, **self._tapped_pools())
 
     def _allocate_state(self, rows: int) -> None:
         """State for `rows` rows of the request pool (row 0 is SGLang's padding row)."""
@@ -215,31 +222,53 @@ class LongSparkWorker(BaseSpecWorker):
         plan = self.sampler.plan(batch)
         self.metrics.note_launch([is_enabled(req) for req in batch.reqs])
         anchors = batch.spec_info.bonus_tokens.to(torch.int64)
-        proposal = self.drafter.propose(
-            anchors,
-            rows,
-            seq_lens,
-            plan.temperature,
-            plan.seed,
-            plan.positions,
-            self.store,
-            self.req_to_token_pool.req_to_token,
-            **pools,
-        )
+        captured = self.graphs
+        if captured is not None and captured.can_run(len(rows), **pools):
+            proposal = captured.propose(
+                anchors, rows, seq_lens, plan.temperature, plan.seed, plan.positions
+            )
+        else:
+            captured = None
+            proposal = self.drafter.propose(
+                anchors,
+                rows,
+                seq_lens,
+                plan.temperature,
+                plan.seed,
+                plan.positions,
+                self.store,
+                self.req_to_token_pool.req_to_token,
+                **pools,
+            )
         self.sampler.broadcast(proposal.draft_tokens)
         candidates = torch.cat((anchors[:, None], proposal.draft_tokens), dim=1)
 
         target = self._verify(batch, candidates, seq_lens, block_rows, grammar_barrier)
-        decision = self.sampler.accept(
-            batch,
-            plan,
-            candidates,
-            target.logits_output.next_token_logits,
-            proposal,
-            self.drafter.markov_w1,
-            self.drafter.markov_w2,
-            target.grammar_mask,
-        )
+        crossings: Sequence[Crossing] = ()
+        if self.store.snapshots is not None:
+            crossings = self.store.snapshots.crossings(batch.reqs, self.width)
+        if captured is not None and not crossings and self.simulation is None:
+            logits, choice = self.sampler.target_choice(
+                batch,
+                plan,
+                proposal.draft_tokens,
+                target.logits_output.next_token_logits,
+                target.grammar_mask,
+            )
+            decision = captured.accept(plan, logits, choice, block_rows)
+            self.sampler.record(plan, decision)
+        else:
+            captured = None  # the merge is still to come
+            decision = self.sampler.accept(
+                batch,
+                plan,
+                candidates,
+                target.logits_output.next_token_logits,
+                proposal,
+                self.drafter.markov_w1,
+                self.drafter.markov_w2,
+                target.grammar_mask,
+            )
         if self.simulation is not None:
             decision = self.simulation.apply(
                 decision, candidates, plan.limit, self.sampler.broadcast
@@ -253,16 +282,15 @@ class LongSparkWorker(BaseSpecWorker):
             compute_spec_logprobs(
                 batch, target.logits_output, decision.tokens, chain_stride=self.width
             )
-        self.store.commit(
-            rows,
-            block_rows,
-            decision.accept_lens,
-            self.taps.kept(len(rows) * self.width).unflatten(0, (len(rows), self.width)),
-            crossings=self.store.snapshots.crossings(batch.reqs, self.width)
-            if self.store.snapshots is not None
-            else (),
-            **pools,
-        )
+        if captured is None:
+            self.store.commit(
+                rows,
+                block_rows,
+                decision.accept_lens,
+                self.taps.kept(len(rows) * self.width).unflatten(0, (len(rows), self.width)),
+                crossings=crossings,
+                **pools,
+            )
         return GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=decision.tokens,
