@@ -16,6 +16,7 @@ from longspark_sglang.bench import (
     command,
     concurrency,
     context,
+    engine,
     memory,
     plots,
     presets,
@@ -217,6 +218,8 @@ def test_a_steady_window_counts_what_falls_into_it() -> None:
     assert found.tpot == pytest.approx(1000)
     assert request(0, 0, 1, 10).tpot == pytest.approx(1000)
     assert request(0, 0, 1, 1).tpot is None
+    # Half a character shows no text, so bench_serving sees the first token late.
+    assert Request(0, 3, 9, (3, 5, 7, 9), 10, 7).tpot == pytest.approx(2000)
     with pytest.raises(BenchError, match="the run lasted 9 s, the window ends after 14 s"):
         steady_window([request(0, 0, 1, 10)], skip=10, length=4)
 
@@ -352,6 +355,31 @@ def test_cells_that_do_not_fit_are_skipped_with_a_word(capsys) -> None:
     options = argparse.Namespace(contexts=[1024, 4096], batches=[1, 8], max_rows=[8192])
     assert rounds.cells(options) == [(1024, 1), (4096, 1), (1024, 8)]
     assert "skipped: 8 x 4K rows" in capsys.readouterr().err
+    engines = {"plain": SimpleNamespace(info={"max_total_tokens": 9000})}
+    assert rounds.those_that_fit([(1024, 1), (1024, 8)], engines) == [(1024, 1)]
+    assert "skipped: 8 x 1K rows do not fit into 9000" in capsys.readouterr().err
+    with pytest.raises(BenchError, match="no cell fits into the 9000 rows"):
+        rounds.those_that_fit([(8192, 1)], engines)
+
+
+@pytest.mark.parametrize(
+    ("program", "complaint"),
+    [
+        ("import sys; sys.exit('no such drafter')", "the engine has ended\nno such drafter"),
+        ('print(\'{"error": "ValueError: too large"}\'); input()', "ValueError: too large"),
+        ("input()", "no answer within 0 s"),
+    ],
+)
+def test_an_engine_that_cannot_start_gives_its_reason(
+    monkeypatch: pytest.MonkeyPatch, program: str, complaint: str
+) -> None:
+    monkeypatch.setattr(engine, "START_TIMEOUT", 0.0 if "within" in complaint else 60.0)
+    started = engine.Engine([], program=("-c", program)).launch()
+    try:
+        with pytest.raises(engine.EngineError, match=complaint):
+            started.wait()
+    finally:
+        started.stop()
 
 
 # -- plots -----------------------------------------------------------------------------------------

@@ -32,10 +32,16 @@ class Engine:
         arguments: SGLang's server arguments. Overlap scheduling is switched off, because phases
             that overlap do not add up to a round.
         timeout: seconds that one command may take.
+        program: what python runs.
     """
 
-    def __init__(self, arguments: Sequence[str], timeout: float = 1800.0) -> None:
-        self.command = [sys.executable, "-m", "longspark_sglang.bench.engine_process"]
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        timeout: float = 1800.0,
+        program: Sequence[str] = ("-m", "longspark_sglang.bench.engine_process"),
+    ) -> None:
+        self.command = [sys.executable, *program]
         self.command += [*arguments, "--disable-overlap-schedule", "--skip-tokenizer-init"]
         self.timeout = timeout
         self.info: dict[str, Any] = {}

@@ -44,7 +44,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "breakeven": {"contexts": "1K,8K", "output_tokens": 32},
         "memory": {"contexts": "1K,8K,128K", "mem_fraction_static": 0.1},
         "quality": {"limit": 20, "concurrency": 4, "output_tokens": 64},
-        "regress": {"context": "16K", "rounds": 8, "repeats": 5},
+        "regress": {
+            "context": "16K", "rounds": 8, "repeats": 4, "prompts": 8, "output_tokens": 96,
+        },
     },
 }  # fmt: skip
 

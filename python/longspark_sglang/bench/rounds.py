@@ -14,6 +14,7 @@ from typing import Any
 
 from longspark_sglang.bench.engine import Engine
 from longspark_sglang.bench.options import (
+    BenchError,
     add_model_options,
     add_output_options,
     longspark_arguments,
@@ -85,6 +86,20 @@ def start_engines(
         stop(engines)
         raise
     return engines
+
+
+def those_that_fit(
+    wanted: Sequence[tuple[int, int]], engines: dict[str, Engine]
+) -> list[tuple[int, int]]:
+    """The cells that the pools hold: SGLang makes them smaller where memory is short."""
+    rows = min(engine.info["max_total_tokens"] for engine in engines.values())
+    kept = [(context, batch) for context, batch in wanted if batch * (context + HEADROOM) <= rows]
+    for context, batch in wanted:
+        if (context, batch) not in kept:
+            say(f"skipped: {batch} x {name_of_size(context)} rows do not fit into {rows}")
+    if not kept:
+        raise BenchError(f"no cell fits into the {rows} rows of the pools; name smaller --contexts")
+    return kept
 
 
 def stop(engines: dict[str, Engine]) -> None:
@@ -187,7 +202,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
                    "drafter": fingerprint(options.draft)})  # fmt: skip
         engines = start_engines(options, wanted)
         try:
-            found = measure(engines, wanted, options)
+            found = measure(engines, those_that_fit(wanted, engines), options)
         finally:
             stop(engines)
         for row in lines_of(found, engines, options):

@@ -32,10 +32,13 @@ class Request:
 
     @property
     def tpot(self) -> float | None:
-        """Milliseconds per token after the first: (last - first) / (n - 1)."""
-        if self.output_tokens < 2:
+        """Milliseconds per token after the first, (last - first) / (n - 1), None below two.
+
+        Of tokens whose arrival was seen: bench_serving overlooks what shows no text yet.
+        """
+        if len(self.token_times) < 2:
             return None
-        return (self.end - self.first_token) / (self.output_tokens - 1) * 1e3
+        return (self.end - self.first_token) / (len(self.token_times) - 1) * 1e3
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 from longspark_sglang.bench.options import BenchError
 
+TOKENISED_AT_ONCE = 100_000  # characters
 # Long files that every Python has (PSF licence), where the user names none of their own.
 STANDARD_TEXTS = ("pydoc_data/topics.py", "_pydecimal.py", "tkinter/__init__.py", "typing.py")
 
@@ -50,7 +51,13 @@ def long_prompts(
     A piece is decoded token ids, so that its own tokenisation may differ by a few tokens; what the
     server counted is what is reported. Raises BenchError where the texts are too short.
     """
-    ids = [token for text in sources for token in tokenizer.encode(text, add_special_tokens=False)]
+    # Tokenising megabytes takes longer than a small measurement, so no more of them than that.
+    enough, ids = 2 * length * count, []
+    for text in sources:
+        for start in range(0, len(text), TOKENISED_AT_ONCE):
+            if len(ids) < enough:
+                part = text[start : start + TOKENISED_AT_ONCE]
+                ids += tokenizer.encode(part, add_special_tokens=False)
     if len(ids) < length + count:
         raise BenchError(
             f"the texts have {len(ids)} tokens, {count} prompts of {length} were asked for; "
@@ -107,7 +114,9 @@ def load_tokenizer(model: str) -> Any:
     """The target's tokenizer."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.model_max_length = 1 << 40  # texts are longer than contexts; no warning needed
+    return tokenizer
 
 
 def as_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
