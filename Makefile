@@ -5,6 +5,7 @@
 # make test    install everything, run the tests     TESTS=test/unit     TEST_ARGS="-x -k name"     JOBS=2
 # make lint    ruff, mypy, clang-format
 # make cuda-compile  compile the kernels for every GPU architecture, compare with their budget (no GPU)
+# make gate    longspark bench regress on the tests' tiny pair     GATE_ARGS="--max-slowdown 1.10"
 # make gpu-check     on a GPU: build, test, sanitize, time the kernels; writes benchmark/results
 # make sanitize      run the kernels' source on the CPU under AddressSanitizer and UBSan
 # make clean   remove everything that the others made in this folder
@@ -41,6 +42,11 @@ pair: install
 test: export OMP_NUM_THREADS ?= 1
 test: install
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS) $(TEST_ARGS)
+
+# Two engines in turns. The baseline's ratios are of one machine, hence the room for other ones.
+GATE_ARGS ?= --max-slowdown 1.25 --accept-tolerance 0.06
+gate: install
+	$(BIN)/python benchmark/small.py regress $(GATE_ARGS)
 
 lint: install
 	$(BIN)/ruff check --no-cache .

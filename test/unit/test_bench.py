@@ -382,6 +382,12 @@ def test_an_engine_that_cannot_start_gives_its_reason(
         started.stop()
 
 
+def test_a_round_of_graphs_has_its_update_inside_acceptance() -> None:
+    assert rounds.updating({"accept": 2.0, "update": 1.0}) == 1.0
+    assert rounds.updating({"accept": 2.0}) == 2.0
+    assert rounds.drafting({"proposal": 3.0}) == 3.0
+
+
 # -- plots -----------------------------------------------------------------------------------------
 
 
@@ -414,7 +420,7 @@ def sample_lines() -> list[dict[str, Any]]:
                 lines.append(
                     {
                         "kind": "rounds", "method": method, "context": n, "batch": 1, "ms": ms,
-                        "drafting_ms": value, "state_bytes": 7,
+                        "drafting_ms": value, "update_ms": value, "state_bytes": 7,
                     }
                 )  # fmt: skip
         lines.append(

@@ -31,7 +31,12 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
-from longspark_sglang.bench.phases import LONGSPARK_PHASES, PLAIN_PHASES, PhaseClock
+from longspark_sglang.bench.phases import (
+    GRAPH_PHASES,
+    LONGSPARK_PHASES,
+    PLAIN_PHASES,
+    PhaseClock,
+)
 
 POOL_TILE = 1 << 22  # random numbers drawn; the pool repeats them
 IDLE_STEPS = 64
@@ -62,7 +67,10 @@ class EngineProcess:
         self._target_forward = target.forward_batch_generation
         target.forward_batch_generation = self._forward
         if self.speculates:
-            self.clock.attach(self.scheduler.draft_worker, LONGSPARK_PHASES)
+            worker = self.scheduler.draft_worker
+            self.clock.attach(worker, LONGSPARK_PHASES)
+            if worker.graphs is not None:
+                self.clock.attach(worker, GRAPH_PHASES)
         elif self.algorithm == "NONE":
             self.clock.attach(target, PLAIN_PHASES)
 

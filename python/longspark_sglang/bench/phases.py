@@ -24,6 +24,12 @@ LONGSPARK_PHASES: dict[str, tuple[str, str]] = {
     "accept": ("sampler", "accept"),
     "update": ("store", "commit"),
 }
+# Where rounds are captured as CUDA graphs, these run instead: sampling is a part of the first, the
+# summary update a part of the second, and neither can be seen apart from it.
+GRAPH_PHASES: dict[str, tuple[str, str]] = {
+    "proposal": ("graphs", "propose"),
+    "accept": ("graphs", "accept"),
+}
 PLAIN_PHASES: dict[str, tuple[str, str]] = {"decode": ("", "forward_batch_generation")}
 NESTED = {"sampling": "proposal"}
 

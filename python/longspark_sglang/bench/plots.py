@@ -151,12 +151,11 @@ def _drafting(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     ours = [row for row in rows if row["method"] == "LONGSPARK"]
     for batch in dict.fromkeys(row["batch"] for row in ours):
         cells = [row for row in ours if row["batch"] == batch]
-        for what, style in (("drafting_ms", "-"), ("update", ":")):
-            points = sorted(
-                (r["context"], (r[what] if what == "drafting_ms" else r["ms"][what])["median"])
-                for r in cells
-            )
-            name = "proposal + sampling" if what == "drafting_ms" else "update"
+        for what, style, name in (
+            ("drafting_ms", "-", "proposal + sampling"),
+            ("update_ms", ":", "update"),
+        ):
+            points = sorted((row["context"], row[what]["median"]) for row in cells)
             axes.plot(*zip(*points, strict=True), style, marker="o", label=f"{name}, B={batch}")
     _sizes(axes, [row["context"] for row in ours], "context (synthetic)")
     axes.set_ylabel("median ms a round")

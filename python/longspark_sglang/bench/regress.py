@@ -103,7 +103,7 @@ def measure_times(
         ours = taken["LONGSPARK"]
         found["round_over_plain"].append(quick([times["round"] for times in ours]) / plain)
         found["drafting_over_plain"].append(quick(list(map(rounds.drafting, ours))) / plain)
-        found["update_over_plain"].append(quick([times["update"] for times in ours]) / plain)
+        found["update_over_plain"].append(quick(list(map(rounds.updating, ours))) / plain)
     return found
 
 

@@ -150,6 +150,7 @@ def lines_of(
                 "device": info["device"],
                 "ms": {name: spread(t[name] for t in rounds if name in t) for name in names},
                 "drafting_ms": spread(map(drafting, rounds)) if method != "plain" else None,
+                "update_ms": spread(map(updating, rounds)) if method != "plain" else None,
                 "state_bytes": (info.get("longspark") or {}).get("state_bytes_per_request"),
             }
         )
@@ -159,6 +160,11 @@ def lines_of(
 def drafting(taken: dict[str, float]) -> float:
     """Proposal and sampling of one round, milliseconds."""
     return taken["proposal"] + taken.get("sampling", 0.0)
+
+
+def updating(taken: dict[str, float]) -> float:
+    """Summary update of one round, milliseconds; with acceptance where a graph holds both."""
+    return taken["update"] if "update" in taken else taken["accept"]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -181,17 +187,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         text.append(
             f"batch {batch}, {name_of_size(far['context'])} over {name_of_size(near['context'])}: "
             f"drafting {growth(near, far, 'drafting_ms'):.3f}x, "
-            f"update {growth(near, far, 'update'):.3f}x"
+            f"update {growth(near, far, 'update_ms'):.3f}x"
         )
     return "\n".join(text)
 
 
 def growth(near: dict[str, Any], far: dict[str, Any], what: str) -> float:
-    """Median of a phase at the far context over that at the near one."""
-    values = [
-        (row[what] if what == "drafting_ms" else row["ms"][what])["median"] for row in (far, near)
-    ]
-    return values[0] / values[1]
+    """Median at the far context over that at the near one."""
+    return far[what]["median"] / near[what]["median"]
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> int:

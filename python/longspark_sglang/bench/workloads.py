@@ -52,7 +52,8 @@ def long_prompts(
     server counted is what is reported. Raises BenchError where the texts are too short.
     """
     # Tokenising megabytes takes longer than a small measurement, so no more of them than that.
-    enough, ids = 2 * length * count, []
+    enough = 2 * length * count
+    ids: list[int] = []
     for text in sources:
         for start in range(0, len(text), TOKENISED_AT_ONCE):
             if len(ids) < enough:
