@@ -29,8 +29,8 @@ from longspark_sglang.training.data import PackedData, PackedSequence
 from longspark_sglang.training.features import Features
 from longspark_sglang.training.forward import (
     SequenceViews,
-    base_logits_at,
     corrected_logits,
+    hidden_at,
     prefix_summaries,
     target_logits_at,
 )
@@ -68,8 +68,8 @@ def accept_chances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chance that each slot's draft is accepted, given that all before it were.
 
-    Returns anchors [A] int64 (every possible one, ascending) and chances [A, K] float64, 0 where
-    the answer has no token for the slot.
+    Returns anchors [A] int64 (every possible one, ascending) and chances [A, K] float64; 0 where
+    the answer has no token for the slot, and after a slot that is never accepted.
     """
     device = views.hidden.device
     ids, response = sequence.ids.to(device), sequence.response.to(device)
@@ -82,21 +82,33 @@ def accept_chances(
         # Anchors of a group are neighbours: each group starts its scan anew, so that the memory
         # does not grow with their number.
         summary = prefix_summaries(drafter.summary_queries, views.key, views.value, some)
-        base = base_logits_at(drafter, views, ids, some, summary, target, without)
-        logits = corrected_logits(drafter, base, prev, without)[..., :limit]
-        if temperature == 0:
-            chance = (logits.argmax(-1) == labels).double()
-        else:
-            wanted = target_logits_at(views, some, slots, target)[..., :limit]
-            log_q = _log_softmax(logits, temperature).gather(-1, labels[..., None])[..., 0]
-            log_p = _log_softmax(wanted, temperature).gather(-1, labels[..., None])[..., 0]
-            chance = (log_q - log_p).clamp(max=0).exp().double()
-        chances.append(torch.where(valid, chance, 0.0).cpu())
+        hidden = hidden_at(drafter, views, ids, some, summary, target, without)
+        chance = torch.zeros(len(some), slots, dtype=torch.float64)
+        # Slot by slot, because the head is most of the work and few late slots are reached.
+        live = valid[:, 0].nonzero().flatten()
+        for slot in range(slots):
+            base = drafter.base_logits(hidden[live, slot], target)
+            logits = corrected_logits(drafter, base, prev[live, slot], without)[:, :limit]
+            label = labels[live, slot]
+            if temperature == 0:
+                accepted = (logits.argmax(-1) == label).double()
+            else:
+                wanted = target_logits_at(views, some[live] + slot, 1, target)[:, 0, :limit]
+                log_q, log_p = (_log_chance(x, label, temperature) for x in (logits, wanted))
+                accepted = (log_q - log_p).clamp(max=0).exp().double()
+            chance[live.cpu(), slot] = accepted.cpu()
+            if slot + 1 < slots:
+                live = live[(accepted > 0) & valid[live, slot + 1]]
+            if len(live) == 0:
+                break
+        chances.append(chance)
     return anchors.cpu(), torch.cat(chances)
 
 
-def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (logits.to(wide_dtype(logits)) / temperature).log_softmax(-1)
+def _log_chance(logits: torch.Tensor, label: torch.Tensor, temperature: float) -> torch.Tensor:
+    """ln softmax(logits / T) at one label per row."""
+    scaled = logits.to(wide_dtype(logits)) / temperature
+    return scaled.gather(-1, label[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
 def replay(anchors: torch.Tensor, chances: torch.Tensor, last: int) -> Replay:

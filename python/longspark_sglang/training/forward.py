@@ -177,7 +177,24 @@ def base_logits_at(
     target: TargetParts,
     without: Collection[str] = (),
 ) -> torch.Tensor:
-    """Head outputs before the Markov term, as `LongSparkDrafter.propose` has them.
+    """Head outputs before the Markov term, as `LongSparkDrafter.propose` has them, [A, K, V].
+
+    The arguments are those of `hidden_at`.
+    """
+    hidden = hidden_at(drafter, views, input_ids, anchors, summary_value, target, without)
+    return drafter.base_logits(hidden, target)
+
+
+def hidden_at(
+    drafter: LongSparkDrafter,
+    views: SequenceViews,
+    input_ids: torch.Tensor,
+    anchors: torch.Tensor,
+    summary_value: torch.Tensor,
+    target: TargetParts,
+    without: Collection[str] = (),
+) -> torch.Tensor:
+    """The last layer's residual stream, before the target's final norm and head.
 
     Args:
         views: of the whole sequence; only rows before each anchor are read.
@@ -187,7 +204,7 @@ def base_logits_at(
         without: views among "window", "summary" and "boundary" to take away ("markov" is not
             part of this function).
     Returns:
-        [A, K, V].
+        [A, K, h].
     """
     window_key, window_value, lens = _windows(drafter, views, anchors, "window" not in without)
     c = drafter.boundary_vector(views.boundary[anchors - 1])
@@ -195,10 +212,9 @@ def base_logits_at(
         c = torch.zeros_like(c)
     x = drafter.block_inputs(input_ids[anchors], c, target.embed_tokens)
     if "summary" not in without:
-        hidden = drafter.decode_block(
+        return drafter.decode_block(
             x, summary_value, window_key, window_value, lens, anchors, target.rope
         )
-        return drafter.base_logits(hidden, target)
 
     slots = torch.arange(x.size(1), device=x.device)
     cos, sin = target.rope.tables(anchors[:, None] + slots, x.dtype)
@@ -206,7 +222,7 @@ def base_logits_at(
         none_key = drafter.summary_queries[i][:, :0]
         none_value = summary_value[:, i, :, :0]
         x = layer(x, none_key, none_value, window_key[:, i], window_value[:, i], lens, cos, sin)
-    return drafter.base_logits(x, target)
+    return x
 
 
 def _windows(
