@@ -333,3 +333,37 @@ def test_a_flush_forgets_and_new_weights_without_one_switch_off() -> None:
     world.store.clear()
     world.prefill(Request(2, PROMPT))
     assert (world.snapshots.count, world.snapshots.counters.evictions) == (4, 0)
+
+
+# -- how many -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mib", "radix", "expected"),
+    [
+        (None, True, 20),  # 10,000 rows of cache, begun blocks counted
+        ("1", True, (1 << 20) // (4 * L * HQ * R * (D + 1))),
+        ("0", True, None),
+        (None, False, None),
+    ],
+)
+def test_the_bound_comes_from_the_cache_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, mib: str | None, radix: bool, expected: int | None
+) -> None:
+    from longspark_sglang.serving import worker
+
+    monkeypatch.delenv("LONGSPARK_SNAPSHOT_MB", raising=False)
+    if mib is not None:
+        monkeypatch.setenv("LONGSPARK_SNAPSHOT_MB", mib)
+    monkeypatch.setattr(worker, "resolving_view", lambda args: args)
+    store = SimpleNamespace(snapshots=None)
+    fake: Any = SimpleNamespace(
+        store=store,
+        drafter=SimpleNamespace(queries=torch.zeros(L, HQ, R, D)),
+        _target_worker=SimpleNamespace(
+            server_args=SimpleNamespace(disable_radix_cache=not radix),
+            model_runner=SimpleNamespace(max_total_num_tokens=10_000),
+        ),
+    )
+    worker.LongSparkWorker._allocate_snapshots(fake)
+    assert (store.snapshots and len(store.snapshots.value)) == expected
