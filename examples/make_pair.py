@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from demo_prompts import make_prompts
-from longspark_sglang.training.data import loop_begin
+from longspark_sglang.training.data import loop_begin, read_prompts
 from serve import CPU_OPTIONS, DEMO_DRAFTER, SMOLLM2_MASK_TOKEN, end, healthy
 from smollm2 import smollm2
 
@@ -195,7 +195,10 @@ def served_row(
 
 
 def export(work: Path, output: Path, rows: list[dict[str, Any]]) -> None:
-    """What belongs beside the weights: settings without this machine's paths, curve, hashes."""
+    """What belongs beside the weights: settings without this machine's paths, curve, hashes.
+
+    ``held_out`` lists the prompts that were never trained on, by the ids of `longspark data`.
+    """
     output.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "model.safetensors", "curve.jsonl"):
         shutil.copyfile(work / "drafter" / name, output / name)
@@ -205,6 +208,10 @@ def export(work: Path, output: Path, rows: list[dict[str, Any]]) -> None:
     record = {
         "training": settings,
         "prompts": json.loads((work / "prompts/sources.json").read_text()),
+        "held_out": {
+            domain: [name for name, _ in read_prompts([work / f"prompts/held-out-{domain}.jsonl"])]
+            for domain in DOMAINS
+        },
         "packed": {key: manifest[key] for key in ("answers", "files", "left_out_or_cut")},
         "accept_lengths": rows,
     }
