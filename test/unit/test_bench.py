@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import re
+import shlex
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from longspark_sglang.bench import (
     breakeven,
     command,
@@ -457,3 +460,49 @@ def test_nothing_measured_is_no_report(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(line) for line in sample_lines()))
     assert command.main(["plot", str(file), "--report", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again/report.html").exists()
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "docs/benchmarks.md", *sorted((ROOT / "examples/ci").glob("*.yml"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_line_of_a_document_is_one(document: Path) -> None:
+    text = re.sub(r"\\\n#?", " ", document.read_text())  # a workflow's header is a comment
+    lines = re.findall(r"^[#\s]*longspark bench (\w+) (.*)$", text, flags=re.MULTILINE)
+    assert lines
+    for measurement, arguments in lines:
+        command.parse(measurement, shlex.split(arguments, comments=True))
+
+
+def test_workflows_are_workflows() -> None:
+    for path in DOCUMENTS[1:]:
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["jobs"]["gate"]["timeout-minutes"] <= 60
+        steps = " ".join(str(step.get("run")) for step in workflow["jobs"]["gate"]["steps"])
+        assert "longspark bench regress" in steps and "--junit" in steps
+
+
+def test_fetched_sets_become_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
+    import fetch_data
+
+    (tmp_path / "a.json").write_text('[{"instruction": "x"}, {"instruction": "y"}]')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "p"}\n\n{"prompt": "q"}\n'))
+    (tmp_path / "error.jsonl").write_text("<html>no such file</html>")
+    urls = {name: (tmp_path / name).as_uri() for name in ("a.json", "b.jsonl.gz", "error.jsonl")}
+    monkeypatch.setattr(
+        fetch_data,
+        "SETS",
+        {"alpaca": [urls["a.json"]], "two": [urls["a.json"], urls["b.jsonl.gz"]],
+         "bad": [urls["error.jsonl"]]},
+    )  # fmt: skip
+    assert fetch_data.fetch("alpaca", tmp_path).split(": ")[1].startswith("2 records, sha256 ")
+    fetch_data.fetch("two", tmp_path)
+    asked = workloads.read_prompts(str(tmp_path / "two.jsonl"))
+    assert [messages[0]["content"] for messages in asked] == ["x", "y", "p", "q"]
+    with pytest.raises(ValueError):
+        fetch_data.fetch("bad", tmp_path)
+    assert not (tmp_path / "bad.jsonl").exists()
