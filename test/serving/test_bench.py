@@ -41,7 +41,7 @@ def engines(tiny_target: Path, tiny_drafter: Path) -> Iterator[dict[str, Engine]
 def test_a_round_has_all_its_phases_and_the_state_its_bytes(
     engines: dict[str, Engine], tiny_drafter: Path
 ) -> None:
-    options = argparse.Namespace(rounds=4, repeats=1, temperature=0.0)
+    options = argparse.Namespace(rounds=4, repeats=1, temperature=0.0, cold=True)
     found = rounds.measure(engines, CELLS, options)
     lines = {line["method"]: line for line in rounds.lines_of(found, engines, options)}
     ours, plain = lines["LONGSPARK"], lines["plain"]

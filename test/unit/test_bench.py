@@ -21,6 +21,7 @@ from longspark_sglang.bench import (
     context,
     engine,
     memory,
+    phases,
     plots,
     presets,
     quality,
@@ -30,7 +31,7 @@ from longspark_sglang.bench import (
     workloads,
 )
 from longspark_sglang.bench.options import BenchError, name_of_size, size, sizes
-from longspark_sglang.bench.phases import PhaseClock
+from longspark_sglang.bench.phases import EVICTION, PhaseClock
 from longspark_sglang.bench.serving_client import Request, steady_window
 from longspark_sglang.client import Answer
 
@@ -147,6 +148,16 @@ def test_a_nested_phase_is_taken_out_of_the_outer() -> None:
         parts = sum(value for name, value in taken.items() if name != "round")
         assert parts == pytest.approx(taken["round"])
     assert clock.end_round(clock.start_round()).keys() == {"round", "other"}
+
+
+def test_what_the_measurement_adds_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 0.001, 0.031, 0.032])
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    clock, worker = PhaseClock("cpu"), SimpleNamespace(read=lambda: None)
+    clock.wrap(worker, "read", EVICTION)
+    started = clock.start_round()
+    worker.read()
+    assert clock.end_round(started) == pytest.approx({"round": 2.0, "other": 2.0})
 
 
 def test_a_phase_that_is_gone_is_named() -> None:
@@ -397,7 +408,7 @@ def test_a_round_of_graphs_has_its_update_inside_acceptance() -> None:
 def sample_lines() -> list[dict[str, Any]]:
     """A line of every kind, as the measurements write them."""
     value = {"median": 2.0, "min": 1.0, "max": 3.0, "n": 3}
-    phases = ("round", *rounds.PHASES)
+    names = ("round", *rounds.PHASES)
     lines: list[dict[str, Any]] = [record.environment(["everything"])]
     state = {"1K": 1, "8K": 8}
     for method in ("plain", "LONGSPARK", "DSPARK"):
@@ -419,7 +430,7 @@ def sample_lines() -> list[dict[str, Any]]:
                 }
             )  # fmt: skip
             if method != "DSPARK":
-                ms = {p: value for p in (phases if method == "LONGSPARK" else ("round", "decode"))}
+                ms = {p: value for p in (names if method == "LONGSPARK" else ("round", "decode"))}
                 lines.append(
                     {
                         "kind": "rounds", "method": method, "context": n, "batch": 1, "ms": ms,

@@ -32,12 +32,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
 from longspark_sglang.bench.phases import (
+    EVICTION,
     GRAPH_PHASES,
     LONGSPARK_PHASES,
     PLAIN_PHASES,
     PhaseClock,
 )
 
+COLD_BYTES = 256 << 20  # more than any cache of the machines that this runs on
 POOL_TILE = 1 << 22  # random numbers drawn; the pool repeats them
 IDLE_STEPS = 64
 
@@ -61,7 +63,8 @@ class EngineProcess:
         self.speculates = self.algorithm == "LONGSPARK"
         self.device = str(self.scheduler.tp_worker.device)
         self.clock = PhaseClock(self.device)
-        self._synthetic = False
+        self._synthetic = self._cold = False
+        self._others_data: torch.Tensor | None = None
         self._submitted = 0
         target = self.scheduler.tp_worker
         self._target_forward = target.forward_batch_generation
@@ -71,6 +74,9 @@ class EngineProcess:
             self.clock.attach(worker, LONGSPARK_PHASES)
             if worker.graphs is not None:
                 self.clock.attach(worker, GRAPH_PHASES)
+            self._verify = worker._verify
+            worker._verify = self._verify_and_leave_caches_cold
+            self.clock.wrap(self, "_leave_caches_cold", EVICTION)
         elif self.algorithm == "NONE":
             self.clock.attach(target, PLAIN_PHASES)
 
@@ -107,9 +113,19 @@ class EngineProcess:
         return {"layers": len(layers), "rows": self.scheduler.max_total_num_tokens}
 
     def rounds(
-        self, context: int, batch: int, count: int, warmup: int = 3, temperature: float = 0.0
+        self,
+        context: int,
+        batch: int,
+        count: int,
+        warmup: int = 3,
+        temperature: float = 0.0,
+        cold: bool = False,
     ) -> dict[str, Any]:
-        """Times of `count` rounds of `batch` requests that start with `context` synthetic rows."""
+        """Times of `count` rounds of `batch` requests that start with `context` synthetic rows.
+
+        With `cold` the caches hold nothing of ours when drafting and when the summary update begin,
+        as they do after the pass of any target that is larger than they are.
+        """
         draw = random.Random(self._submitted)
         vocab = self.scheduler.model_config.vocab_size
         prompts = [[draw.randrange(vocab) for _ in range(context)] for _ in range(batch)]
@@ -121,7 +137,9 @@ class EngineProcess:
             self._prefill(batch)
             self._synthetic = False
             taken = []
+            self._cold = cold
             for number in range(warmup + count):
+                self._leave_caches_cold()
                 started = self.clock.start_round()
                 ran = self._step()
                 times = self.clock.end_round(started)
@@ -131,7 +149,7 @@ class EngineProcess:
                     taken.append(times)
             emitted = [len(req.output_ids) for req in reqs]
         finally:
-            self._synthetic = False
+            self._synthetic = self._cold = False
             self._abort_all()
         return {"rounds": taken, "emitted": emitted}
 
@@ -246,6 +264,18 @@ class EngineProcess:
             return 0, []
         metrics = self.scheduler.draft_worker.metrics
         return metrics.proposals, list(metrics.accepted_per_slot)
+
+    def _verify_and_leave_caches_cold(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._verify(*args, **kwargs)
+        self._leave_caches_cold()
+        return result
+
+    def _leave_caches_cold(self) -> None:
+        """Read more than the caches hold, where that was asked for."""
+        if self._cold:
+            if self._others_data is None:
+                self._others_data = torch.ones(COLD_BYTES // 4, device=self.device)
+            self._others_data.sum()
 
     def _forward(self, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The target worker's forward, except for the prefill passes of a synthetic context."""

@@ -84,6 +84,7 @@ def _save(draw: Callable[[Any, Sequence[dict[str, Any]]], None], rows: Any, stem
     figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
     draw(axes, rows)
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     for suffix in (".svg", ".png"):
         figure.savefig(stem.with_suffix(suffix), dpi=140)
     pyplot.close(figure)

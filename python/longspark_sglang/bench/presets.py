@@ -36,7 +36,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "cpu-small": {
-        "rounds": {"contexts": "1K,8K,32K,128K", "batches": "1", "rounds": 8, "repeats": 5},
+        "rounds": {"contexts": "1K,8K,32K,128K", "batches": "1", "rounds": 8, "repeats": 5,
+                   "cold": True},
         "context": {"contexts": "1K,8K", "output_tokens": 48, "prompts": 5},
         "concurrency": {
             "concurrency": "1,4", "context": "1K", "output_tokens": 48, "seeds": 3,

@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-rows", type=sizes, default="1M", help="skip context x batch above this"
     )
+    parser.add_argument(
+        "--cold", action="store_true",
+        help="empty the caches before drafting and before the update of every round, as the pass "
+        "of a target that is larger than they are does; tiny targets need it to be compared",
+    )  # fmt: skip
     parser.add_argument("--no-plain", action="store_true", help="leave plain decoding out")
     add_output_options(parser)
 
@@ -122,6 +127,7 @@ def measure(
                     batch=batch,
                     count=options.rounds,
                     temperature=options.temperature,
+                    cold=options.cold,
                 )
                 found[name, context, batch] += answer["rounds"]
         say(f"turn {repeat + 1} of {options.repeats} done")
@@ -146,6 +152,7 @@ def lines_of(
                 "batch": batch,
                 "synthetic_context": True,
                 "temperature": options.temperature,
+                "cold": options.cold,
                 "dtype": info["dtype"],
                 "device": info["device"],
                 "ms": {name: spread(t[name] for t in rounds if name in t) for name in names},
