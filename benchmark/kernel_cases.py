@@ -68,17 +68,28 @@ class Cache:
     The row ids of a request are scattered over the whole pool, as after hours of serving. Where
     batch * context rows wouldn't fit into `memory` bytes, the pools are smaller and requests share
     rows: what an operator reads of them (window, commit) stays as scattered and as large.
+
+    `pools` are those of another Cache: a server's pools don't grow with what is in them.
     """
 
     def __init__(
-        self, shape: Shape, batch: int, context: int, device: str, memory: int, seed: int = 1
+        self,
+        shape: Shape,
+        batch: int,
+        context: int,
+        device: str,
+        memory: int,
+        seed: int = 1,
+        pools: Cache | None = None,
     ):
         g = torch.Generator(device).manual_seed(seed)
         row_bytes = 2 * shape.layers * shape.row_bytes
         self.rows = max(2 * shape.window, min(batch * context, memory // row_bytes)) + 1
+        if pools is not None:
+            self.rows = pools.rows
         size = (self.rows, shape.kv_heads, shape.dim)
 
-        def pools() -> list[torch.Tensor]:
+        def random_pools() -> list[torch.Tensor]:
             return [
                 torch.randn(size, generator=g, device=device, dtype=torch.float32).to(shape.dtype)
                 if device == "cpu"
@@ -86,7 +97,10 @@ class Cache:
                 for _ in range(shape.layers)
             ]
 
-        self.keys, self.values = pools(), pools()
+        if pools is not None:
+            self.keys, self.values = pools.keys, pools.values
+        else:
+            self.keys, self.values = random_pools(), random_pools()
         self.req_to_token = torch.randint(
             1, self.rows, (batch + 1, context + 16), generator=g, device=device, dtype=torch.int32
         )
