@@ -125,7 +125,9 @@ def test_any_config(drafter: tuple[Path, LongSparkConfig, bytes], data: Any) -> 
 @given(params=JSON | st.fixed_dictionaries({"longspark": JSON}))
 def test_custom_params_of_any_shape(params: Any) -> None:
     req = SimpleNamespace(
-        sampling_params=SimpleNamespace(custom_params=params, min_p=0.0),
+        sampling_params=SimpleNamespace(
+            custom_params=params, min_p=0.0, top_k=1, min_new_tokens=0, logit_bias=None
+        ),
         custom_logit_processor=None,
         return_hidden_states=False,
         return_sampling_mask=False,
@@ -141,6 +143,33 @@ def test_custom_params_of_any_shape(params: Any) -> None:
     assert bool(reasons) != good
     if good:
         assert is_enabled(req) is (ours or {}).get("enabled", True)
+
+
+@pytest.mark.parametrize(
+    ("values", "reasons"),
+    [
+        ({"top_k": 2**31 - 1}, 0),
+        ({"top_k": 2**31}, 1),
+        ({"stop_token_ids": {-1, 50, 2**40}}, 0),
+        ({"stop_token_ids": {0, 49}, "min_new_tokens": 2}, 0),
+        ({"stop_token_ids": {-1, 50, 2**40}, "min_new_tokens": 2}, 1),
+        ({"logit_bias": {"7": -1e30, "8": 1, "9": float("-inf")}}, 0),
+        ({"logit_bias": {"7": "x", "8": float("nan"), "9": float("inf")}}, 3),
+        ({"top_k": 2**40, "logit_bias": {"7": None}}, 2),
+    ],
+)
+def test_values_that_would_end_the_scheduler(values: dict[str, Any], reasons: int) -> None:
+    """SGLang's own checks let these through; the tensors of a batch cannot hold them."""
+    params = {"custom_params": None, "min_p": 0.0, "top_k": 1, "min_new_tokens": 0}
+    req = SimpleNamespace(
+        sampling_params=SimpleNamespace(
+            **{**params, "logit_bias": None, "stop_token_ids": None, **values}
+        ),
+        custom_logit_processor=None,
+        return_hidden_states=False,
+        vocab_size=50,
+    )
+    assert len(request_refusals(req, deterministic=False)) == reasons
 
 
 # -- server arguments -----------------------------------------------------------------------------

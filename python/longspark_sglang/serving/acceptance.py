@@ -17,6 +17,7 @@ deterministic one; both are kept.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from longspark_sglang.serving.target_distribution import (
 REQUEST_KEY = "longspark"
 # Seeds are 63-bit: torch draws no more from one call, and the sign carries no meaning.
 SEED_RANGE = 2**63 - 1
+_LARGEST_INT32 = 2**31 - 1
 
 
 def is_enabled(req: Any) -> bool:
@@ -91,6 +93,24 @@ def request_refusals(req: Any, deterministic: bool | None = None) -> list[str]:
         reasons.append(
             "SGLang's seeded sampler (--enable-deterministic-inference) has no min_p; drop min_p"
         )
+    return reasons + _values_out_of_range(params, getattr(req, "vocab_size", None))
+
+
+def _values_out_of_range(params: Any, vocab_size: int | None) -> list[str]:
+    """Values that SGLang's checks let through and that end its scheduler in a batch's tensors."""
+    reasons = []
+    if params.top_k > _LARGEST_INT32:
+        reasons.append(f"top_k {params.top_k} is no 32-bit number; use -1 for all tokens")
+    if vocab_size is not None and params.min_new_tokens > 0:
+        outside = sorted(t for t in params.stop_token_ids or () if not 0 <= t < vocab_size)
+        if outside:
+            reasons.append(
+                f"stop_token_ids {outside} lie outside 0..{vocab_size - 1}, which min_new_tokens "
+                "can't hold back; drop them"
+            )
+    for token, bias in (params.logit_bias or {}).items():
+        if not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
+            reasons.append(f"logit_bias {bias!r} of token {token} is no number; use finite numbers")
     return reasons
 
 
