@@ -1,7 +1,7 @@
 # make serve   install everything, start SGLang with LONGSPARK, print how to talk to it
 #              MODEL= DRAFT=  folders or hub ids     PORT=30000     ARGS="more SGLang options"
 # make pair    make the demo drafter again: prompts, answers, training (hours without a GPU)
-#              WORK=build/pair     ARGS="--steps 1000"
+#              WORK=build/pair     ARGS="--prompts 1600"
 # make test    install everything, run the tests     TESTS=test/unit     TEST_ARGS="-x -k name"     JOBS=2
 # make lint    ruff, mypy, clang-format
 # make cuda-compile  compile the kernels for every GPU architecture, compare with their budget (no GPU)

@@ -1,6 +1,6 @@
 """`make pair`: the demo drafter for SmolLM2-135M-Instruct, from prompts to the finished folder.
 
-    python examples/make_pair.py --work FOLDER [--prompts N] [--steps N]
+    python examples/make_pair.py --work FOLDER [--prompts N]
 
 Every step is a `longspark` command, printed before it runs; what is finished in the work folder is
 not done again, so an interrupted run goes on where it stopped. On a GPU the same steps use it.
@@ -43,16 +43,22 @@ from smollm2 import smollm2
 
 DOMAINS = ("code", "math", "chat")
 TEMPERATURES = {"greedy": "0", "sampled": "1"}
-TOKENS = "384"  # at most, of each answer
+TOKENS = "384"  # at most, of each training answer
+MEASURED = ["--limit", "32", "--max-new-tokens", "192"]  # held-out prompts of each domain
 
 # At most 24 MB in bfloat16: half of the target's MLP width, and a Markov rank of 32.
 SHAPE = "--layer-ids 6 16 27 --draft-tokens 7 --window 256 --summary-slots 16"
 SHAPE += f" --markov-rank 32 --intermediate-size 704 --mask-token-id {SMOLLM2_MASK_TOKEN}"
-TRAINING = "--from-target --optimizer muon --learning-rate 0.02 --schedule linear"
-TRAINING += (
-    " --loss 0.5*ce+0.5*tv --sequences-per-step 8 --anchors-per-sequence 48 --anchors-per-group 48"
-)
-TRAINING += " --train-vocabulary 6144 --autocast --no-checkpointing --seed 0"
+TRAINING = "--optimizer muon --sequences-per-step 8 --anchors-per-sequence 48"
+TRAINING += " --anchors-per-group 48 --train-vocabulary 6144 --autocast --no-checkpointing"
+# Cross entropy learns fastest at first; the target's whole law is what it then overfits less.
+STAGES = {
+    "stage1": "--loss 0.5*ce+0.5*tv --learning-rate 0.02 --schedule linear --steps 960"
+    " --stop-at 480 --seed 0",
+    "stage2": "--loss 0.5*kl+0.5*tv --learning-rate 0.01 --schedule constant --steps 300"
+    " --stop-at 160 --seed 1",
+    "drafter": "--loss 0.5*kl+0.5*tv --learning-rate 0.01 --schedule linear --steps 370 --seed 2",
+}
 
 
 def progress(text: str) -> None:
@@ -99,12 +105,12 @@ def server(target: Path, log: Path, draft: Path | None = None) -> Iterator[str]:
         end(process)
 
 
-def regenerate(target: Path, work: Path, url: str, limit: int | None) -> None:
+def regenerate(target: Path, work: Path, url: str, limit: int) -> None:
     """Answers to the training prompts, as two shards of one folder."""
     common: list[str | Path] = ["data", "regenerate", "--target", target, "--url", url]
     common += ["--prompts", work / "prompts/train.jsonl", "--output", work / "answers"]
     common += ["--max-new-tokens", TOKENS, "--concurrency", "64"]
-    common += [] if limit is None else ["--limit", str(limit)]
+    common += ["--limit", str(limit)]
     for shard, temperature in enumerate(TEMPERATURES.values()):
         longspark(*common, "--shard", f"{shard}/2", "--temperature", temperature)
 
@@ -116,28 +122,28 @@ def pack(work: Path) -> None:
         longspark("data", "pack", "--answers", work / "answers", "--output", work / "packed", *rest)
 
 
-def train(target: Path, work: Path, steps: int) -> None:
-    """Train, or go on with a training that was interrupted."""
-    drafter = work / "drafter"
-    folders = ["--target", target, "--data", work / "packed", "--output", drafter]
-    rest = [*SHAPE.split(), *TRAINING.split(), "--steps", str(steps)]
-    if not torch.cuda.is_available():
-        rest += ["--dtype", "bfloat16"]
-    rest += ["--cache", str(work / "features"), "--save-every", "40", "--eval-every", "120"]
-    rest += ["--eval-sequences", "30"]
-    rest += ["--resume"] if (drafter / "state.pt").exists() else []
-    longspark("train", *folders, *rest)
+def train(target: Path, work: Path) -> None:
+    """All stages, each from the drafter of the one before; a finished stage is done in no time."""
+    begin = SHAPE.split()
+    for name, settings in STAGES.items():
+        folders = ["--target", target, "--data", work / "packed", "--output", work / name]
+        rest = [*begin, *TRAINING.split(), *settings.split(), "--cache", work / "features"]
+        rest += [] if torch.cuda.is_available() else ["--dtype", "bfloat16"]
+        rest += ["--save-every", "40", "--eval-every", "200", "--eval-sequences", "30"]
+        rest += ["--resume"] if (work / name / "state.pt").exists() else []
+        longspark("train", *folders, *rest)
+        begin = ["--init", str(work / name)]
 
 
 def measure(target: Path, work: Path) -> list[dict[str, Any]]:
     """Serve the pair, ask the held-out prompts, count rounds; then the same answers offline."""
-    with server(target, work / "speculative-server.log", work / "drafter") as url:
+    with server(target, work / "speculative-server.log", draft=work / "drafter") as url:
         for domain in DOMAINS:
             for name, temperature in TEMPERATURES.items():
                 prompts = work / f"prompts/held-out-{domain}.jsonl"
                 one = ["--prompts", prompts, "--temperature", temperature]
                 one += ["--output", work / f"held-out/{domain}-{name}"]
-                pair = ["--target", target, "--url", url, "--max-new-tokens", TOKENS]
+                pair = ["--target", target, "--url", url, *MEASURED]
                 longspark("data", "regenerate", *pair, *one, "--concurrency", "16")
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
             f"{url}/server_info", timeout=60
@@ -200,10 +206,16 @@ def export(work: Path, output: Path, rows: list[dict[str, Any]]) -> None:
     ``held_out`` lists the prompts that were never trained on, by the ids of `longspark data`.
     """
     output.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "model.safetensors", "curve.jsonl"):
+    for name in ("config.json", "model.safetensors"):
         shutil.copyfile(work / "drafter" / name, output / name)
-    settings = json.loads((work / "drafter/training.json").read_text())
-    settings["facts"]["target"] = "SmolLM2-135M-Instruct, dequantised from Q4_1"
+    settings, curve = {}, ""
+    for stage in STAGES:
+        settings[stage] = json.loads((work / stage / "training.json").read_text())
+        settings[stage]["facts"] |= {"target": "SmolLM2-135M-Instruct, dequantised from Q4_1"}
+        settings[stage]["facts"] |= {"init": None}  # a path; it is the stage before
+        for line in (work / stage / "curve.jsonl").read_text().splitlines():
+            curve += json.dumps({"stage": stage, **json.loads(line)}) + "\n"
+    (output / "curve.jsonl").write_text(curve)
     manifest = json.loads((work / "packed/manifest.json").read_text())
     record = {
         "training": settings,
@@ -224,8 +236,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for everything on the way")
     parser.add_argument("--output", type=Path, default=DEMO_DRAFTER, help="the finished drafter")
-    parser.add_argument("--prompts", type=int, help="use the first of the training prompts only")
-    parser.add_argument("--steps", type=int, default=460)
+    parser.add_argument(
+        "--prompts", type=int, default=1600, help="the first of the training prompts"
+    )
     options = parser.parse_args()
     # SIGTERM leaves through `finally`, so that no server is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -237,7 +250,7 @@ def main() -> None:
     with server(target, options.work / "server.log") as url:
         regenerate(target, options.work, url, options.prompts)
     pack(options.work)
-    train(target, options.work, options.steps)
+    train(target, options.work)
     export(options.work, options.output, measure(target, options.work))
 
 
