@@ -17,7 +17,6 @@ import test_summary_merge
 import torch
 from cpu_isas import each_isa
 from longspark_sglang import ops
-from longspark_sglang.ops import dispatch
 from op_cases import run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -161,31 +160,27 @@ def test_acceptance(chosen, dtype):
 # ---- The choice ----------------------------------------------------------------------------------
 
 
-def reported_isa(wanted):
-    """What a fresh process with LONGSPARK_CPU_ISA=wanted uses, or the error it ends with."""
+@pytest.mark.skipif(not cpu_isas.isas(), reason="needs the CPU operators")
+def test_the_environment_names_the_instruction_set():
     code = (
         "import torch; from longspark_sglang.ops import dispatch; dispatch.load_extension(); "
         "print(torch.ops.longspark.cpu_isa())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "LONGSPARK_CPU_ISA": wanted},
+        env={**os.environ, "LONGSPARK_CPU_ISA": "default"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
-    return done.stdout.strip() or done.stderr
+    assert done.stdout.strip() == "default", done.stderr
 
 
-def test_the_environment_names_the_instruction_set():
-    for isa in cpu_isas.isas()[:1]:
-        assert reported_isa(isa) == isa
-
-
+@pytest.mark.skipif(not cpu_isas.isas(), reason="needs the CPU operators")
 def test_an_unknown_instruction_set_is_refused_with_the_ones_there_are():
-    if dispatch.is_compiled("block_attention", "cpu"):
-        problem = reported_isa("mmx")
-        assert "LONGSPARK_CPU_ISA: this CPU can't run 'mmx'; use one of default" in problem
+    problem = "LONGSPARK_CPU_ISA: this CPU can't run 'mmx'; use one of default"
+    with pytest.raises(RuntimeError, match=problem):
+        torch.ops.longspark.cpu_isa("mmx")
 
 
 def test_every_machine_can_run_the_plainest_one():

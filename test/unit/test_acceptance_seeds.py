@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from longspark_sglang.ops import gumbel_noise
 from sglang.srt.layers import sampler as sglang_sampler
 from toy_serving import Batch, Toy, make_request
 
@@ -47,6 +48,23 @@ def sglang_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sglang_sampler, "murmur_hash32", hash_table)
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def test_noise_and_draws_are_those_of_sglangs_seeded_sampler(monkeypatch) -> None:
+    """Bit for bit: what it adds to the log probabilities, and the token it then takes."""
+    g = torch.Generator().manual_seed(1)
+    rows, vocab = 8, 3000
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=g)
+    positions = torch.randint(0, 2**20, (rows,), generator=g)
+    logprobs = torch.log_softmax(torch.randn(rows, vocab, generator=g), dim=-1)
+    added, argmax = [], torch.argmax
+    monkeypatch.setattr(
+        torch, "argmax", lambda x, *args, **kw: added.append(x.clone()) or argmax(x, *args, **kw)
+    )
+    token = sglang_sampler.multinomial_with_seed(logprobs, seeds, positions)
+    scores = gumbel_noise(seeds, positions, torch.arange(vocab)) + logprobs.double()
+    assert torch.equal(added[0], scores)
+    assert torch.equal(token, argmax(scores, dim=1, keepdim=True))
 
 
 def plain_decode(toy: Toy, request: Any, seq_len: int) -> list[int]:
