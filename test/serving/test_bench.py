@@ -6,6 +6,7 @@ No test here looks at a clock: how fast something was is for the gate, not for a
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def test_a_round_has_all_its_phases_and_the_state_its_bytes(
     engines: dict[str, Engine], tiny_drafter: Path
 ) -> None:
     options = argparse.Namespace(rounds=4, repeats=1, temperature=0.0, cold=True)
-    found = rounds.measure(engines, CELLS, options)
+    found: rounds.Rounds = defaultdict(list)
+    rounds.measure(engines, CELLS, options, found)
     lines = {line["method"]: line for line in rounds.lines_of(found, engines, options)}
     ours, plain = lines["LONGSPARK"], lines["plain"]
     assert ours["ms"].keys() == {"round", *rounds.PHASES}

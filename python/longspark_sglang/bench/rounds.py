@@ -27,6 +27,8 @@ from longspark_sglang.bench.record import Lines, fingerprint, say, spread
 from longspark_sglang.bench.tables import table
 
 PHASES = ("proposal", "sampling", "verify", "accept", "update", "other")
+# Rounds by (method, context, batch): milliseconds by phase.
+Rounds = dict[tuple[str, int, int], list[dict[str, float]]]
 # Rows that the rounds of one turn may append, and what the scheduler wants in reserve.
 HEADROOM = 1024
 
@@ -114,10 +116,12 @@ def stop(engines: dict[str, Engine]) -> None:
 
 
 def measure(
-    engines: dict[str, Engine], wanted: Sequence[tuple[int, int]], options: argparse.Namespace
-) -> dict[tuple[str, int, int], list[dict[str, float]]]:
-    """Rounds by (method, context, batch): all cells in turns, `repeats` times."""
-    found: dict[tuple[str, int, int], list[dict[str, float]]] = defaultdict(list)
+    engines: dict[str, Engine],
+    wanted: Sequence[tuple[int, int]],
+    options: argparse.Namespace,
+    found: Rounds,
+) -> None:
+    """Add rounds to `found`: all cells in turns, `repeats` times."""
     for repeat in range(options.repeats):
         for context, batch in wanted:
             for name, engine in engines.items():
@@ -131,11 +135,10 @@ def measure(
                 )
                 found[name, context, batch] += answer["rounds"]
         say(f"turn {repeat + 1} of {options.repeats} done")
-    return found
 
 
 def lines_of(
-    found: dict[tuple[str, int, int], list[dict[str, float]]],
+    found: Rounds,
     engines: dict[str, Engine],
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
@@ -211,11 +214,13 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
         lines.add({"kind": "settings", **settings(options), "target": fingerprint(options.model),
                    "drafter": fingerprint(options.draft)})  # fmt: skip
         engines = start_engines(options, wanted)
+        found: Rounds = defaultdict(list)
         try:
-            found = measure(engines, those_that_fit(wanted, engines), options)
+            measure(engines, those_that_fit(wanted, engines), options, found)
         finally:
             stop(engines)
-        for row in lines_of(found, engines, options):
-            lines.add(row)
+            # Also of a run that was interrupted.
+            for row in lines_of(found, engines, options):
+                lines.add(row)
         print(summary(lines.rows))
     return 0
