@@ -16,7 +16,10 @@ using at::Tensor;
 constexpr int64_t kUnitLanes = 64;
 // Few rows over a long prefix stay together up to here: the prefix is then read only once.
 constexpr int64_t kMaxUnitLanes = 128;
-// A unit per KV head is enough parallelism from this many units per thread on.
+// A unit takes several KV heads of its tile, because a position's heads lie side by side: together
+// they cost one page walk. What they accumulate must stay in the second-level cache.
+constexpr int64_t kUnitBytes = 512 << 10;
+// So many units per thread are enough to share out evenly.
 constexpr int64_t kUnitsPerThread = 8;
 
 // The query rows of every request, in tiles that one unit can hold; those with most keys first.
@@ -50,15 +53,22 @@ std::vector<PagedAttentionUnit> query_tiles(const PagedAttention& a, const int64
   return tiles;
 }
 
-// One unit per tile and KV head.
+// One unit per tile and some of its KV heads.
 void attend_by_heads(const PagedAttention& a, const std::vector<PagedAttentionUnit>& tiles,
                      int64_t most_rows) {
   const Kernels& k = kernels();
-  parallel_units(static_cast<int64_t>(tiles.size()) * a.kv_heads,
-                 k.paged_attention_scratch(a, most_rows, 1), [&](int64_t i, void* scratch) {
-                   PagedAttentionUnit unit = tiles[i / a.kv_heads];
-                   unit.first_head = i % a.kv_heads;
-                   unit.heads = 1;
+  int64_t count = static_cast<int64_t>(tiles.size()), threads = at::get_num_threads();
+  int64_t head_bytes = most_rows * (a.heads / a.kv_heads) * (a.head_dim + a.value_dim) * 4;
+  int64_t step = std::clamp<int64_t>(kUnitBytes / std::max<int64_t>(head_bytes, 1), 1, a.kv_heads);
+  if (threads > 1) {
+    step = std::clamp<int64_t>(count * a.kv_heads / (kUnitsPerThread * threads), 1, step);
+  }
+  int64_t steps = (a.kv_heads + step - 1) / step;
+  parallel_units(count * steps, k.paged_attention_scratch(a, most_rows, step),
+                 [&](int64_t i, void* scratch) {
+                   PagedAttentionUnit unit = tiles[i / steps];
+                   unit.first_head = i % steps * step;
+                   unit.heads = std::min(step, a.kv_heads - unit.first_head);
                    k.paged_attention(a, unit, scratch);
                  });
 }
@@ -166,8 +176,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_pool, const Tensor
     most_rows = std::max(most_rows, tile.rows);
     most_chunks = std::max(most_chunks, tile.last_chunk - tile.first_chunk);
   }
-  int64_t units = static_cast<int64_t>(tiles.size()) * a.kv_heads;
-  if (most_chunks <= 1 || units >= kUnitsPerThread * at::get_num_threads()) {
+  int64_t units = static_cast<int64_t>(tiles.size()) * a.kv_heads, threads = at::get_num_threads();
+  if (threads == 1 || most_chunks <= 1 || units >= kUnitsPerThread * threads) {
     attend_by_heads(a, tiles, most_rows);
   } else {
     attend_by_chunks(a, tiles, most_rows, query.options());
