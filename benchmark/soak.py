@@ -148,6 +148,7 @@ class Soak:
         self, seconds: float, *, flush_every: float = 20.0, cases: int = 96, bounds: Bounds
     ) -> Report:
         """Reference answers, then `seconds` of load, then the last look."""
+        log("asking for the answers of plain decoding")
         with ThreadPoolExecutor(16) as threads:
             self.cases = list(threads.map(self._with_answer, make_cases(cases, self.seed)))
         start_counts = self._pools_after_flush()
@@ -163,7 +164,7 @@ class Soak:
             for future in [*running, watcher]:
                 future.result(timeout=2 * REQUEST_TIMEOUT)
         self._flush_and_count(start_counts)
-        self._figures(before, begin, time.monotonic() - begin, bounds)
+        self._figures(before, begin, seconds, bounds)
         return self.report
 
     def _with_answer(self, case: Case) -> Case:
@@ -274,7 +275,7 @@ class Soak:
         for one in reply if isinstance(reply, list) else [reply]:
             meta = one["meta_info"]
             with self._lock:
-                self.report.counts["retractions"] += meta["num_retractions"]
+                self.report.counts["retractions"] += meta.get("num_retractions", 0)
                 self.report.counts["tokens"] += meta["completion_tokens"]
                 self._finished.append(
                     (now, meta["completion_tokens"], meta.get("spec_verify_ct", 0))
@@ -313,6 +314,7 @@ class Soak:
             else:
                 found = self._pools_after_flush()
                 self._count("flushes")
+                log(f"{dict(self.report.counts)}")
                 if found != expected:
                     self._fail(f"leak: {found} after a flush, {expected} at the start")
         except (ServerError, httpx.HTTPError) as error:
@@ -342,6 +344,8 @@ class Soak:
     def _figures(
         self, before: dict[str, Any], begin: float, seconds: float, bounds: Bounds
     ) -> None:
+        if self.report.failures:
+            return  # it ended before its time, perhaps with the server
         after, figures = self._state(), self.report.figures
         figures["seconds"] = round(seconds, 1)
         for name in ("proposals", "summary_rebuilds", "snapshot_hits", "snapshot_evictions"):
@@ -398,6 +402,11 @@ class Bounds:
         change = last / second - 1 if second else 0.0
         if bound is not None and (change if name == "RSS" else -change) > bound:
             fail(f"{name}: {second:.4g} in the 2nd tenth, {last:.4g} in the last ({change:+.1%})")
+
+
+def log(line: str) -> None:
+    """A line on stderr: a long run shows that it goes on."""
+    print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
 
 
 def server_memory(server: Server) -> int:

@@ -125,6 +125,7 @@ def test_any_config(drafter: tuple[Path, LongSparkConfig, bytes], data: Any) -> 
 @given(params=JSON | st.fixed_dictionaries({"longspark": JSON}))
 def test_custom_params_of_any_shape(params: Any) -> None:
     req = SimpleNamespace(
+        origin_input_ids=[5],
         sampling_params=SimpleNamespace(
             custom_params=params, min_p=0.0, top_k=1, min_new_tokens=0, logit_bias=None
         ),
@@ -162,6 +163,7 @@ def test_values_that_would_end_the_scheduler(values: dict[str, Any], reasons: in
     """SGLang's own checks let these through; the tensors of a batch cannot hold them."""
     params = {"custom_params": None, "min_p": 0.0, "top_k": 1, "min_new_tokens": 0}
     req = SimpleNamespace(
+        origin_input_ids=[5],
         sampling_params=SimpleNamespace(
             **{**params, "logit_bias": None, "stop_token_ids": None, **values}
         ),
@@ -170,6 +172,19 @@ def test_values_that_would_end_the_scheduler(values: dict[str, Any], reasons: in
         vocab_size=50,
     )
     assert len(request_refusals(req, deterministic=False)) == reasons
+
+
+def test_a_prompt_without_tokens() -> None:
+    req = SimpleNamespace(
+        origin_input_ids=[],
+        sampling_params=SimpleNamespace(
+            custom_params=None, min_p=0.0, top_k=1, min_new_tokens=0, logit_bias=None
+        ),
+        custom_logit_processor=None,
+        return_hidden_states=False,
+    )
+    (reason,) = request_refusals(req, deterministic=False)
+    assert "no token" in reason
 
 
 # -- server arguments -----------------------------------------------------------------------------

@@ -68,6 +68,9 @@ def request_refusals(req: Any, deterministic: bool | None = None) -> list[str]:
         deterministic = bool(get_exec().deterministic.enable_deterministic_inference)
     params, choice = req.sampling_params, _request_choice(req)
     reasons = []
+    if not len(req.origin_input_ids):
+        # SGLang lets an empty text through; a prefill of no rows has no last row to draft from.
+        reasons.append("the prompt has no token; send at least one")
     if choice is not None and not (
         isinstance(choice, dict)
         and set(choice) <= {"enabled"}
