@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-rows", type=sizes, default="1M", help="skip context x batch above this"
     )
     parser.add_argument(
-        "--cold", action="store_true",
+        "--cold", action=argparse.BooleanOptionalAction, default=False,
         help="empty the caches before drafting and before the update of every round, as the pass "
         "of a target that is larger than they are does; tiny targets need it to be compared",
     )  # fmt: skip
