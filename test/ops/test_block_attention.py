@@ -75,9 +75,9 @@ def test_layouts_and_dtypes(backend, layout, dtype):
 
 
 @each_backend("block_attention")
-@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 255, 256])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257])
 def test_window_lengths(backend, length):
-    assert_attention_is_right(backend, case_of([length], window=256, kv_heads=1))
+    assert_attention_is_right(backend, case_of([length], window=257, kv_heads=1))
 
 
 @each_backend("block_attention")

@@ -332,9 +332,8 @@ def test_indices_that_lead_out_of_a_tensor(way, change, message):
         attend(way, **{**case_of([20], [4]), **change})
 
 
-@each_isa
-def test_opcheck(way):
+@pytest.mark.skipif(not cpu_isas.isas(), reason="needs the CPU operators")
+def test_opcheck():
     case = case_of([40, 9], [8, 1])
     arguments = (*case.values(), True, -1, 0.0)
-    with cpu_isas.using(way):
-        torch.library.opcheck(torch.ops.longspark.paged_attention.default, arguments)
+    torch.library.opcheck(torch.ops.longspark.paged_attention.default, arguments)
