@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WHEELS = {"champ-dataset": "1.0.0", "chatterbot-corpus": "1.3.3"}
-HELD_OUT_PER_DOMAIN = 40
+HELD_OUT_PER_DOMAIN = 32
 FILLINGS = {"code": 16, "math": 24, "chat": 20}  # of each training template
 HELD_OUT_FILLINGS = 8
 

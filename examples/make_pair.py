@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from demo_prompts import make_prompts
+from longspark_sglang import cli
 from longspark_sglang.training.data import loop_begin, read_prompts
 from serve import CPU_OPTIONS, DEMO_DRAFTER, SMOLLM2_MASK_TOKEN, end, healthy
 from smollm2 import smollm2
@@ -44,7 +45,7 @@ from smollm2 import smollm2
 DOMAINS = ("code", "math", "chat")
 TEMPERATURES = {"greedy": "0", "sampled": "1"}
 TOKENS = "384"  # at most, of each training answer
-MEASURED = ["--limit", "32", "--max-new-tokens", "192"]  # held-out prompts of each domain
+MEASURED = ["--max-new-tokens", "192"]  # on the held-out prompts
 
 # At most 24 MB in bfloat16: half of the target's MLP width, and a Markov rank of 32.
 SHAPE = "--layer-ids 6 16 27 --draft-tokens 7 --window 256 --summary-slots 16"
@@ -70,7 +71,8 @@ def longspark(*arguments: str | Path) -> None:
     """Run a longspark command; ends the program if it fails."""
     words = [str(word) for word in arguments]
     progress(shlex.join(["longspark", *words]))
-    subprocess.run([sys.executable, "-m", "longspark_sglang.cli", *words], check=True)
+    if code := cli.main(words):
+        sys.exit(code)
 
 
 @contextlib.contextmanager
@@ -138,29 +140,33 @@ def train(target: Path, work: Path) -> None:
 def measure(target: Path, work: Path) -> list[dict[str, Any]]:
     """Serve the pair, ask the held-out prompts, count rounds; then the same answers offline."""
     with server(target, work / "speculative-server.log", draft=work / "drafter") as url:
-        for domain in DOMAINS:
-            for name, temperature in TEMPERATURES.items():
-                prompts = work / f"prompts/held-out-{domain}.jsonl"
-                one = ["--prompts", prompts, "--temperature", temperature]
-                one += ["--output", work / f"held-out/{domain}-{name}"]
-                pair = ["--target", target, "--url", url, *MEASURED]
-                longspark("data", "regenerate", *pair, *one, "--concurrency", "16")
+        for name, temperature in TEMPERATURES.items():
+            prompts = [work / f"prompts/held-out-{domain}.jsonl" for domain in DOMAINS]
+            one = ["--prompts", *prompts, "--temperature", temperature]
+            one += ["--output", work / f"held-out/{name}", "--concurrency", "16"]
+            longspark("data", "regenerate", "--target", target, "--url", url, *MEASURED, *one)
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
             f"{url}/server_info", timeout=60
         ) as answer:
             (work / "server_info.json").write_bytes(answer.read())
     rows = []
     for name, temperature in TEMPERATURES.items():
+        (source,) = (work / f"held-out/{name}").glob("*.jsonl")
+        every = [json.loads(line) for line in source.open()]
+        rows += [served_row(every, "all", float(temperature), x) for x in (True, False)]
         packed = []
         for domain in DOMAINS:
-            answers = work / f"held-out/{domain}-{name}"
+            asked = {i for i, _ in read_prompts([work / f"prompts/held-out-{domain}.jsonl"])}
+            records = [record for record in every if record["id"] in asked]
+            rows += [served_row(records, domain, float(temperature), x) for x in (True, False)]
+            answers = work / f"held-out/{name}-{domain}"
+            answers.mkdir(exist_ok=True)
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            (answers / source.name).write_text(lines)
             packed.append(work / f"packed-held-out/{domain}-{name}")
             if not packed[-1].exists():
                 rest = ["--output", packed[-1], "--held-out", "1"]
                 longspark("data", "pack", "--answers", answers, *rest)
-            records = [json.loads(x) for f in answers.glob("*.jsonl") for x in f.open()]
-            for loops in (True, False):
-                rows.append(served_row(records, domain, float(temperature), loops))
         table = work / f"eval-{name}.json"
         rest = ["--temperature", temperature, "--json", table]
         longspark("eval", "--target", target, "--draft", work / "drafter", "--data", *packed, *rest)
