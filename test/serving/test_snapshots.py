@@ -14,7 +14,7 @@ from serving.test_identity import CHUNKED
 from serving.workload import FIRST, LAST
 
 BLOCK = 512
-# The 16K of a real chat take minutes on two cores: they were run by hand (docs/serve.md).
+# A prefill of 16K takes minutes on two cores; what is counted does not depend on the length.
 PREFIX, TURNS, ANSWER = 4096, 20, 40
 CHECK = {"LONGSPARK_CHECK": "7"}
 
