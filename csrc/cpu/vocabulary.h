@@ -28,6 +28,8 @@ class CorrectedBlock {
   CorrectedBlock(const Markov& m, Arena& arena) : m_(m), lanes_(round_up(m.batch, kLaneUnit)) {
     rows_ = arena.take<const Storage*>(kBlockRows);
     copy_ = arena.take<float>(kConvert ? kBlockRows * m.rank : 0);
+    even_rank_ = round_up(m.rank, Multiply::kPack);
+    even_copy_ = arena.take<T>(even_rank_ != m.rank ? kBlockRows * even_rank_ : 0);
     bias_ = arena.take<float>(kBlockRows * lanes_);
     z_ = arena.take<float>(lanes_ * kBlockRows);
     lines_ = arena.take<const char*>(kBlockRows * (m.rank * sizeof(T) / 64 + 1));
@@ -59,6 +61,12 @@ class CorrectedBlock {
       if constexpr (kConvert) {
         to_floats(row, copy_ + n * m_.rank, m_.rank);
         rows_[n] = copy_ + n * m_.rank;
+      } else if (even_rank_ != m_.rank) {
+        // The last pair of an odd row would take in what lies behind it, NaN perhaps.
+        T* copy = even_copy_ + n * even_rank_;
+        std::memcpy(copy, row, m_.rank * sizeof(T));
+        copy[m_.rank] = T{};
+        rows_[n] = reinterpret_cast<const Storage*>(copy);
       } else {
         rows_[n] = reinterpret_cast<const Storage*>(row);
       }
@@ -110,6 +118,8 @@ class CorrectedBlock {
   int64_t lanes_, first_ = 0, count_ = 0;
   const Storage** rows_;
   float *copy_, *bias_, *z_;
+  int64_t even_rank_;
+  T* even_copy_;
   const char** lines_;
 };
 

@@ -63,6 +63,19 @@ def test_logits_of_one_slot_as_a_view(backend):
 
 
 @each_backend("markov_step")
+@pytest.mark.parametrize("weights", DTYPES)
+@pytest.mark.parametrize("rank", [1, 7, 32])
+def test_nothing_behind_a_row_is_read(backend, weights, rank):
+    """W1 and W2 are columns of wider matrices that hold NaN elsewhere."""
+    case = case_of(rank=rank, weights=weights)
+    for name in ("markov_w1", "markov_w2"):
+        wide = torch.full((500, rank + 3), torch.nan, dtype=weights)
+        wide[:, :rank] = case[name]
+        case[name] = wide[:, :rank]
+    assert_step_is_right(backend, case)
+
+
+@each_backend("markov_step")
 def test_without_requests(backend):
     out, _ = run("markov_step", backend, **case_of(batch=0))
     assert out.shape == (0, 500)
