@@ -363,6 +363,8 @@ def make_prompts(folder: Path, seed: int = 0) -> None:
                 apart[domain].append(prompt)
         else:
             train.setdefault(prompt, domain)
+    for prompt in [prompt for prompts in apart.values() for prompt in prompts]:
+        train.pop(prompt, None)  # sources may say the same
     folder.mkdir(parents=True, exist_ok=True)
     files = {"train.jsonl": [{"prompt": p, "domain": d} for p, d in train.items()]}
     for domain, prompts in apart.items():

@@ -76,8 +76,7 @@ def find_pair(model: str | None, draft: str | None) -> tuple[str, str]:
     """Target and drafter as SGLang takes them; what was not named is made, and said so."""
     if model is None:
         model = str(smollm2())
-        if draft is None and DEMO_DRAFTER.exists():
-            draft = str(DEMO_DRAFTER)
+        draft = draft or str(DEMO_DRAFTER)
         progress("target: SmolLM2-135M-Instruct by HuggingFaceTB, dequantised from Q4_1")
     else:
         progress(f"target: {model}")
@@ -154,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", help="target: folder or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
-        "--draft", help="drafter: folder or hub id (default: the demo target's, else a random one)"
+        "--draft", help="folder or hub id (default: the demo drafter, with --model a random one)"
     )
     parser.add_argument("--port", type=int, default=30000)
     options, more = parser.parse_known_args()

@@ -134,3 +134,32 @@ def test_drafter_of_a_pair_is_made_once_and_said_to_be_random(
 
     assert serve.find_pair(str(tiny_target), "some/hub-id") == (str(tiny_target), "some/hub-id")
     assert "RANDOM" not in capsys.readouterr().out
+
+
+def test_the_demo_drafter_is_the_default_and_fits_its_target(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "smollm2", lambda: tmp_path)
+    assert serve.find_pair(None, None) == (str(tmp_path), str(serve.DEMO_DRAFTER))
+    assert serve.find_pair(None, "mine") == (str(tmp_path), "mine")
+    config = LongSparkConfig.from_pretrained(serve.DEMO_DRAFTER)
+    target = {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    }
+    assert config.validate_target(target) == []
+    assert config.mask_token_id == serve.SMOLLM2_MASK_TOKEN
+    state = checkpoint.load_state(serve.DEMO_DRAFTER, config, torch.float32)
+    assert all(torch.isfinite(tensor).all() for tensor in state.values())
+    weights = serve.DEMO_DRAFTER / checkpoint.WEIGHTS_NAME
+    assert weights.stat().st_size < 24_000_000  # it is committed
+    card = (serve.DEMO_DRAFTER / "README.md").read_text()
+    assert "HuggingFaceTB" in card and "Apache-2.0" in card and "dequantised from Q4_1" in card
+    record = json.loads((serve.DEMO_DRAFTER / "made_of.json").read_text())
+    assert all(len(set(ids)) >= 30 for ids in record["held_out"].values())
