@@ -169,14 +169,20 @@ def test_values_that_would_end_the_scheduler(values: dict[str, Any], reasons: in
         ),
         custom_logit_processor=None,
         return_hidden_states=False,
+        multimodal_inputs=None,
         vocab_size=50,
     )
     assert len(request_refusals(req, deterministic=False)) == reasons
 
 
-def test_a_prompt_without_tokens() -> None:
+@pytest.mark.parametrize(
+    ("ids", "word"), [([], "no token"), ([5, -1], "outside 0..49"), ([50], "outside 0..49")]
+)
+def test_a_prompt_that_cannot_be_embedded(ids: list[int], word: str) -> None:
     req = SimpleNamespace(
-        origin_input_ids=[],
+        origin_input_ids=ids,
+        multimodal_inputs=None,
+        vocab_size=50,
         sampling_params=SimpleNamespace(
             custom_params=None, min_p=0.0, top_k=1, min_new_tokens=0, logit_bias=None
         ),
@@ -184,7 +190,9 @@ def test_a_prompt_without_tokens() -> None:
         return_hidden_states=False,
     )
     (reason,) = request_refusals(req, deterministic=False)
-    assert "no token" in reason
+    assert word in reason
+    req.multimodal_inputs = object()  # ids of images are hashes
+    assert bool(request_refusals(req, deterministic=False)) is not bool(ids)
 
 
 # -- server arguments -----------------------------------------------------------------------------

@@ -71,6 +71,10 @@ def request_refusals(req: Any, deterministic: bool | None = None) -> list[str]:
     if not len(req.origin_input_ids):
         # SGLang lets an empty text through; a prefill of no rows has no last row to draft from.
         reasons.append("the prompt has no token; send at least one")
+    elif not _all_in_vocabulary(req):
+        reasons.append(
+            f"the prompt has token ids outside 0..{req.vocab_size - 1}, the target's vocabulary"
+        )
     if choice is not None and not (
         isinstance(choice, dict)
         and set(choice) <= {"enabled"}
@@ -97,6 +101,17 @@ def request_refusals(req: Any, deterministic: bool | None = None) -> list[str]:
             "SGLang's seeded sampler (--enable-deterministic-inference) has no min_p; drop min_p"
         )
     return reasons + _values_out_of_range(params, getattr(req, "vocab_size", None))
+
+
+def _all_in_vocabulary(req: Any) -> bool:
+    """Can every id of the prompt be embedded? SGLang lets others through, which end its scheduler.
+
+    Ids of images and the like are hashes that SGLang replaces before it embeds.
+    """
+    size = getattr(req, "vocab_size", None)
+    if size is None or req.multimodal_inputs is not None:
+        return True
+    return min(req.origin_input_ids) >= 0 and max(req.origin_input_ids) < size
 
 
 def _values_out_of_range(params: Any, vocab_size: int | None) -> list[str]:
