@@ -40,6 +40,7 @@ from serving.server import Server, ServerError
 FIRST, LAST = 4, 2000
 CLIENTS, RUNNING, POOL = 64, 24, 8_000
 REQUEST_TIMEOUT = 180.0
+BLOCK = 8  # most tokens that one round adds
 SERVER: dict[str, Any] = {
     "extra_args": (
         *("--chunked-prefill-size", "512", "--max-running-requests", str(RUNNING)),
@@ -132,6 +133,7 @@ class Soak:
         self.server = server
         self.clients = clients
         self.seed = seed
+        self.pool = server.server_info()["max_total_num_tokens"]
         self.report = Report()
         self.cases: list[Case] = []
         self._lock = threading.Lock()
@@ -248,7 +250,11 @@ class Soak:
             return
         aborted = reply["meta_info"]["finish_reason"]["type"] == "abort"
         self._count("aborts" if aborted else "aborts too late")
-        self._compare(case, reply["output_ids"], whole=not aborted)
+        ids = reply["output_ids"]
+        if aborted and 0 < len(ids) - len(case.answer) < BLOCK:
+            # The abort met the round that ended the answer, and SGLang cuts an aborted one nowhere.
+            ids = ids[: len(case.answer)]
+        self._compare(case, ids, whole=not aborted)
 
     def _abort(self, rid: str) -> None:
         with contextlib.suppress(
@@ -330,7 +336,7 @@ class Soak:
             self.server.flush(timeout=60)
             state = self._state()
             found = {n: state[n] for n in ("free_kv_tokens", "free_request_rows", "owned_rows")}
-            if found["owned_rows"] == 0 and found["free_kv_tokens"] == POOL:
+            if found["owned_rows"] == 0 and found["free_kv_tokens"] == self.pool:
                 break
             time.sleep(0.25)
         return found
@@ -424,6 +430,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--pool", type=int, default=POOL, help="rows of the K/V pool")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=Path, help="default: the tiny pair of the tests")
     parser.add_argument("--draft", type=Path)
@@ -435,7 +442,8 @@ def main() -> int:
     target = args.target or pairs.target()
     draft = args.draft or pairs.drafter(target)
     speed = args.speed_bound or None
-    with Server(target, draft, start_timeout=900, **SERVER) as server:
+    setting = {**SERVER, "max_total_tokens": args.pool}
+    with Server(target, draft, start_timeout=900, **setting) as server:
         report = Soak(server, args.clients, args.seed).run(
             args.minutes * 60, bounds=Bounds(speed, speed, args.memory_bound or None)
         )
