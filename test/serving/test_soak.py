@@ -21,7 +21,7 @@ def test_a_minute_of_soak(servers: ServerPool, tiny_target: Path, tiny_drafter: 
     report = soak.Soak(server, soak.CLIENTS).run(SECONDS, cases=48, bounds=bounds)
     print(report.text())
     assert not report.failures, report.text()
-    for what in ("compared", "aborts", "disconnects", "grammars", "sampled"):
+    for what in ("compared", "retractions", "aborts", "disconnects", "grammars", "sampled"):
         assert report.counts[what] > 0, report.text()
     assert report.counts["flushes"] >= 2
     for what in ("summary_rebuilds", "snapshot_hits", "states recomputed"):
