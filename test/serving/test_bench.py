@@ -81,7 +81,9 @@ def test_what_cannot_be_run_is_said_and_forgiven(engines: dict[str, Engine]) -> 
 
 
 def test_the_gate_sees_a_wrong_slot_and_wrong_bytes(engines: dict[str, Engine]) -> None:
-    options = argparse.Namespace(context=600, rounds=2, repeats=1, output_tokens=60, attempts=1)
+    options = argparse.Namespace(
+        context=600, rounds=2, repeats=1, output_tokens=60, attempts=1, clock="cpu"
+    )
     ours = engines["LONGSPARK"]
     baseline = regress.figures(engines, PROMPTS, options)
 

@@ -16,9 +16,9 @@ from serving.workload import MANY, Request, free_counts, mixed_requests, outputs
 CHUNKED = ("--chunked-prefill-size", "512", "--max-running-requests", "40")
 # A prime, so that checks fall on every kind of round.
 CHECKED = {"LONGSPARK_CHECK": "7"}
-# Every 60th pass of the target a running request is retracted, and prefilled again with what it
-# has generated.
-RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "60"}
+# Where the number of a pass of the target is a multiple of this one, and the pass decodes several
+# requests, one of them is retracted, and prefilled again with what it has generated.
+RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "17"}
 SETTINGS: dict[str, dict] = {
     "overlap": {},
     "no-overlap": {"extra_args": (*CHUNKED, "--disable-overlap-schedule")},

@@ -120,6 +120,7 @@ class EngineProcess:
         warmup: int = 3,
         temperature: float = 0.0,
         cold: bool = False,
+        clock: str = "wall",
     ) -> dict[str, Any]:
         """Times of `count` rounds of `batch` requests that start with `context` synthetic rows.
 
@@ -138,6 +139,7 @@ class EngineProcess:
             self._synthetic = False
             taken = []
             self._cold = cold
+            self.clock.use(clock)
             for number in range(warmup + count):
                 self._leave_caches_cold()
                 started = self.clock.start_round()
@@ -150,6 +152,7 @@ class EngineProcess:
             emitted = [len(req.output_ids) for req in reqs]
         finally:
             self._synthetic = self._cold = False
+            self.clock.use("wall")
             self._abort_all()
         return {"rounds": taken, "emitted": emitted}
 

@@ -35,6 +35,9 @@ EVICTION = "eviction"  # what the measurement itself adds to a round; it is take
 NESTED = {"sampling": "proposal"}
 
 
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
 class PhaseClock:
     """Times of named phases, round by round.
 
@@ -45,6 +48,11 @@ class PhaseClock:
     def __init__(self, device: str) -> None:
         self._on_gpu = torch.device(device).type == "cuda"
         self._marks: dict[str, list[tuple[Any, Any]]] = {}
+        self._read = CLOCKS["wall"]
+
+    def use(self, clock: str) -> None:
+        """Read "wall" time, or "cpu" time: what this process used on all of its cores."""
+        self._read = CLOCKS[clock]
 
     def wrap(self, owner: Any, method: str, phase: str) -> None:
         """Time every call of `owner.method` as `phase`."""
@@ -68,15 +76,15 @@ class PhaseClock:
             self.wrap(owner, method, phase)
 
     def start_round(self) -> float:
-        """Forget what was measured; returns the wall clock in seconds."""
+        """Forget what was measured; returns the clock in seconds."""
         self._marks.clear()
-        return time.perf_counter()
+        return self._read()
 
     def end_round(self, started: float) -> dict[str, float]:
         """Milliseconds of each phase that ran since `start_round`, and of the whole as "round"."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        taken = {"round": (time.perf_counter() - started) * 1e3}
+        taken = {"round": (self._read() - started) * 1e3}
         for phase, marks in self._marks.items():
             taken[phase] = sum(self._between(start, end) for start, end in marks)
         taken["round"] -= taken.pop(EVICTION, 0.0)
@@ -90,7 +98,7 @@ class PhaseClock:
 
     def _now(self) -> Any:
         if not self._on_gpu:
-            return time.perf_counter()
+            return self._read()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

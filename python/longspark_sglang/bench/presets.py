@@ -47,6 +47,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "quality": {"limit": 20, "concurrency": 4, "output_tokens": 64},
         "regress": {
             "context": "16K", "rounds": 8, "repeats": 4, "prompts": 8, "output_tokens": 96,
+            "clock": "cpu",
         },
     },
 }  # fmt: skip

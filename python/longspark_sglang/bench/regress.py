@@ -59,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=size, default="16K", help="the long context (synthetic)")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of one turn")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each engine")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall",
+        help="cpu: time that the engine used on its cores, for a CPU that other jobs share; "
+        "it does not see what only waits",
+    )  # fmt: skip
     parser.add_argument("--attempts", type=int, default=3, help="measurements before it is slow")
     parser.add_argument("--prompts", type=int, default=4, help="real prompts, for acceptance")
     parser.add_argument("--prompt-tokens", type=int, default=300)
@@ -88,15 +93,16 @@ def quick(values: Sequence[float]) -> float:
 
 
 def measure_times(
-    engines: Mapping[str, Asked], context: int, count: int, repeats: int
+    engines: Mapping[str, Asked], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Ratios to plain decoding, one for each turn: round, drafting and update."""
     found: dict[str, list[float]] = {name: [] for name in TIMES if name != "tpot_over_plain"}
-    for repeat in range(repeats):
+    asked = {"context": options.context, "batch": 1, "count": options.rounds}
+    for repeat in range(options.repeats):
         # Nobody is always first.
         order = sorted(engines, reverse=bool(repeat % 2))
         taken = {
-            name: engines[name].ask("rounds", context=context, batch=1, count=count)["rounds"]
+            name: engines[name].ask("rounds", clock=options.clock, **asked)["rounds"]
             for name in order
         }
         plain = quick([times["round"] for times in taken["plain"]])
@@ -153,7 +159,7 @@ def times_of(
     engines: Mapping[str, Asked], accept_length: float, options: argparse.Namespace
 ) -> dict[str, float]:
     """The figures of `TIMES`: medians over all turns."""
-    turns = measure_times(engines, options.context, options.rounds, options.repeats)
+    turns = measure_times(engines, options)
     found = {name: median(values) for name, values in turns.items()}
     found["tpot_over_plain"] = found["round_over_plain"] / accept_length
     return {name: found[name] for name in TIMES}
@@ -305,6 +311,7 @@ def measured_with(options: argparse.Namespace, prompts: Sequence[Sequence[int]])
     """The settings that a baseline and a run must share."""
     return {
         "context": options.context,
+        "clock": options.clock,
         "output_tokens": options.output_tokens,
         "prompts_sha256": data_hash(prompts),
         "target": (fingerprint(options.model) or {}).get("sha256", options.model),
