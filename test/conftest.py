@@ -13,6 +13,32 @@ sys.path.insert(
 
 from pairs import FIFTY, PairCache
 
+# Starting a server takes longer than most tests that talk to it. So these files run one after the
+# other in one process, in an order in which a server that several of them use is started once: a
+# pool keeps two alive, of which most want the identity tests' server and its plain twin.
+SHARING = (
+    "identity", "verify_widths", "lifecycle", "openai_api", "bench", "verify", "hostile_requests",
+    "snapshots", "parity", "refusals", "observability", "weights",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group the tests for `--dist loadgroup`: by file, but for those that share servers.
+
+    Files with servers are the slow ones; they come first, so that the processes end together.
+    """
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        name = item.path.stem.removeprefix("test_")
+        if item.path.parent.name != "serving":
+            return 2, 0
+        return (0, SHARING.index(name)) if name in SHARING else (1, 0)
+
+    items.sort(key=place)
+    for item in items:
+        group = "sharing" if place(item)[0] == 0 else f"{item.path.parent.name}-{item.path.stem}"
+        item.add_marker(pytest.mark.xdist_group(group))
+
 
 @pytest.fixture(scope="session")
 def pair_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):

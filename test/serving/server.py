@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ REQUEST_FIELDS = frozenset(
     }
 )
 Prompt = str | Sequence[int]
+QUICK_START = Path(__file__).with_name("quick_start")  # its sitecustomize.py says what it does
 
 
 class ServerError(RuntimeError):
@@ -94,6 +96,7 @@ class Server:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": _python_path(QUICK_START),
         }
         if not torch.cuda.is_available():
             self.command += ["--device", "cpu"]
@@ -302,7 +305,9 @@ class ServerPool:
 
     def get(self, *arguments: Any, **keywords: Any) -> Server:
         """A running `Server` with these arguments, with an empty prefix cache."""
-        key = json.dumps([arguments, keywords], sort_keys=True, default=str)
+        call = inspect.signature(Server).bind(*arguments, **keywords)
+        call.apply_defaults()
+        key = json.dumps(call.arguments, sort_keys=True, default=str)
         server = self._servers.pop(key, None)
         if server is not None and not server.alive:
             server.stop()
@@ -324,6 +329,10 @@ class ServerPool:
 def _end_with_parent() -> None:
     """In the child: die when the test process does, however that ends (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _python_path(first: Path) -> str:
+    return os.pathsep.join([str(first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _free_port() -> int:

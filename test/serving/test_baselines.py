@@ -31,14 +31,14 @@ def drafts(tmp_path_factory, tiny_target: Path) -> dict[str, Path]:
     return {name: make(root / name, tiny_target) for name, make in MAKERS.items()}
 
 
-def start(servers: ServerPool, target: Path, draft: Path, name: str) -> Server:
+@pytest.fixture(scope="module", params=MAKERS)  # of a module: pytest sorts the tests by server
+def server(request, servers: ServerPool, tiny_target: Path, drafts: dict[str, Path]) -> Server:
+    name = request.param
     extra = (*SERVER_ARGS[name], *CHUNKED)
-    return servers.get(target, draft, name, extra_args=extra, page_size=PAGE_SIZE[name])
+    return servers.get(tiny_target, drafts[name], name, extra_args=extra, page_size=PAGE_SIZE[name])
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_greedy_equals_no_speculation(servers, tiny_target, drafts, reference, name):
-    server = start(servers, tiny_target, drafts[name], name)
+def test_greedy_equals_no_speculation(server, reference):
     asked = prompts((1, 5, 40, 255, 257, 1100))
     expected = [reference.greedy(prompt, TOKENS) for prompt in asked]
     options = {"max_new_tokens": TOKENS, "ignore_eos": True}
@@ -50,9 +50,7 @@ def test_greedy_equals_no_speculation(servers, tiny_target, drafts, reference, n
     assert [answer["output_ids"] for answer in together] == expected * 3
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_samples_follow_the_law(servers, tiny_target, drafts, reference, name):
-    server = start(servers, tiny_target, drafts[name], name)
+def test_samples_follow_the_law(server, reference):
     prompt = prompts((30,), seed=2)[0]
     sampling = {"temperature": 1.5, "top_k": 3}
     law = reference.law(prompt, 3, **sampling)

@@ -5,7 +5,6 @@ One server with a small K/V pool for all tests; each answer equals that of plain
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from serving.server import Server, ServerError, ServerPool
-from serving.workload import FIRST, LAST, free_counts
+from serving.workload import free_counts, state, words
 
 ROWS, POOL = 8, 6000
 SMALL = {
@@ -28,15 +27,6 @@ SMALL = {
     "env": {"LONGSPARK_CHECK": "1", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64"},
     "max_total_tokens": POOL,
 }
-
-
-def words(length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(FIRST, LAST) for _ in range(length)]
-
-
-def state(server: Server) -> dict[str, Any]:
-    return server.server_info()["internal_states"][0]["longspark"]
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 from serving.server import Server, ServerError, ServerPool
-from serving.workload import FIRST, LAST, free_counts
+from serving.workload import free_counts, state, words
 
 ROWS, POOL = 8, 3000
 HEALTH_TIMEOUT = 3  # seconds that /health waits for a sign of life
@@ -99,11 +98,6 @@ def server(
     fault_file.unlink(missing_ok=True)
 
 
-def words(length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(FIRST, LAST) for _ in range(length)]
-
-
 def plainly(server: Server, ids: list[int], tokens: int) -> list[int]:
     """The answer of plain decoding, from the same server."""
     off = {"longspark": {"enabled": False}}
@@ -112,7 +106,7 @@ def plainly(server: Server, ids: list[int], tokens: int) -> list[int]:
 
 
 def free_rows(server: Server) -> int:
-    return server.server_info()["internal_states"][0]["longspark"]["free_request_rows"]
+    return state(server)["free_request_rows"]
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 120) -> None:

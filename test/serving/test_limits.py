@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from longspark_sglang.config import LongSparkConfig
 
 from serving.server import Server, ServerError, ServerPool
-from serving.workload import free_counts
+from serving.workload import free_counts, words
 
 CONTEXT = 256
 # SGLang keeps one token back for the answer's end and five for the prompt's: these are its numbers.
@@ -75,17 +74,12 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(4, 2000) for _ in range(length)]
-
-
 def neighbours() -> list[tuple[list[int], int]]:
     """Pairs of (prompt, tokens): one that ends at the limit, next to it one that does not."""
     requests = []
     for i, length in enumerate((200, 225, LONGEST_PROMPT - 1, LONGEST_PROMPT)):
-        requests.append((prompt(length, 100 + i), CONTEXT - length))
-        requests.append((prompt(5, 200 + i), 90))
+        requests.append((words(length, 100 + i), CONTEXT - length))
+        requests.append((words(5, 200 + i), 90))
     return requests
 
 
@@ -93,7 +87,7 @@ def answer(server: Server, request: tuple[list[int], int]) -> dict[str, Any]:
     return server.generate(request[0], max_new_tokens=request[1], ignore_eos=True)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [16, 1])  # the other tests share the latter
 def test_a_request_at_the_context_limit_leaves_its_neighbour_alone(
     servers: ServerPool, pair: tuple[Path, Path], options: dict[str, Any], page_size: int
 ) -> None:
@@ -129,8 +123,8 @@ def test_prompts_round_the_limit_are_served_or_refused_as_without_speculation(
     plain, server = servers.get(target, **options), servers.get(target, draft, **options)
     served = []
     for length in range(LONGEST_PROMPT - 2, CONTEXT + 2):
-        wanted = _answer_or_refusal(plain, prompt(length, length))
-        assert _answer_or_refusal(server, prompt(length, length)) == wanted, length
+        wanted = _answer_or_refusal(plain, words(length, length))
+        assert _answer_or_refusal(server, words(length, length)) == wanted, length
         served.append(isinstance(wanted, list))
     assert served == [True] * 3 + [False] * (len(served) - 3)
     assert server.alive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from longspark_sglang.config import LongSparkConfig
 
 from serving.server import Server, ServerPool
 from serving.test_identity import CHECKED, CHUNKED
+from serving.workload import words
 
 ROWS = 40 + 1  # --max-running-requests of CHUNKED, and SGLang's row for padding
 FLOAT32 = 4
@@ -27,11 +27,6 @@ def server(servers: ServerPool, tiny_target: Path, tiny_drafter: Path) -> Server
 @pytest.fixture
 def config(tiny_drafter: Path) -> LongSparkConfig:
     return LongSparkConfig.from_json_file(tiny_drafter / "config.json")
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(4, 2000) for _ in range(length)]
 
 
 def internal_state(server: Server) -> dict[str, Any]:
@@ -81,7 +76,7 @@ def test_numbers_of_a_request_and_of_the_server_add_up(
 ) -> None:
     before = internal_state(server)["longspark"]
     replies = [
-        server.generate(prompt(50, seed), max_new_tokens=150, ignore_eos=True) for seed in range(4)
+        server.generate(words(50, seed), max_new_tokens=150, ignore_eos=True) for seed in range(4)
     ]
     after = internal_state(server)
     ours = after["longspark"]
@@ -114,7 +109,7 @@ def test_numbers_of_a_request_and_of_the_server_add_up(
 
 def test_prometheus_has_every_gauge(server: Server) -> None:
     server.flush()
-    ids = prompt(400, 9)
+    ids = words(400, 9)
     before = internal_state(server)["longspark"]
     with pytest.raises(Exception, match="custom_params"):
         server.generate(ids, custom_params={"longspark": {"enabled": "no"}})
@@ -155,7 +150,7 @@ def test_a_drafter_that_knows_nothing_is_reported_once(
     servers: ServerPool, tiny_target: Path, pair_cache, server: Server
 ) -> None:
     """User case: a wrong drafter costs speed and nothing else, so nobody notices."""
-    ids = prompt(50, 1)
+    ids = words(50, 1)
     warnings = server.log.count(NOTHING_ACCEPTED)  # of other tests, if any
     good = server.generate(ids, max_new_tokens=300, ignore_eos=True)
     # Requests that asked for no speculation say nothing about the drafter.

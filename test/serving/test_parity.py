@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from serving.server import Server, ServerPool
 from serving.test_identity import CHECKED, CHUNKED
+from serving.workload import state
 
 TOKENS = 64
 LENGTHS = (1, 9, 255, 257, 700)
@@ -122,10 +123,10 @@ def test_a_warm_prefix_drafts_like_a_cold_one(
     prompt = [draw.randrange(4, 1900) for _ in range(900)]
     longer = [*prompt, *(draw.randrange(4, 1900) for _ in range(40))]
     cold, cold_longer = served_histogram(server, prompt), None
-    before = server.server_info()["internal_states"][0]["longspark"]
+    before = state(server)
     warm = served_histogram(server, prompt)
     warm_longer = served_histogram(server, longer)
-    after = server.server_info()["internal_states"][0]["longspark"]
+    after = state(server)
     server.flush()
     cold_longer = served_histogram(server, longer)
     assert warm == cold

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from serving.server import Server, ServerError, ServerPool
 from serving.test_identity import CHECKED, CHUNKED
+from serving.workload import state
 
 HEADLINE = "LONGSPARK cannot serve this configuration:"
 MISFIT = "this drafter does not fit this target:"
@@ -185,12 +186,12 @@ def server(servers: ServerPool, tiny_target: Path, tiny_drafter: Path) -> Iterat
     """The identity tests' server, which must be there afterwards."""
     server = servers.get(tiny_target, tiny_drafter, extra_args=CHUNKED, env=CHECKED)
     expected = server.generate([5, 6, 7])["output_ids"]
-    refused = server.server_info()["internal_states"][0]["longspark"]["refused_requests"]
+    refused = state(server)["refused_requests"]
     yield server
     assert server.generate([5, 6, 7])["output_ids"] == expected
-    state = server.server_info()["internal_states"][0]["longspark"]
-    assert state["refused_requests"] > refused
-    assert state["owned_rows"] == 0
+    after = state(server)
+    assert after["refused_requests"] > refused
+    assert after["owned_rows"] == 0
 
 
 @pytest.mark.parametrize(

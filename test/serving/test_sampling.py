@@ -402,21 +402,6 @@ RETRACTED: dict[str, Any] = {
 }
 
 
-def test_penalties_survive_retraction_and_mixed_chunks(
-    penalised: tuple[list[Any], list[Any]],
-    servers: ServerPool,
-    tiny_target: Path,
-    tiny_drafter: Path,
-) -> None:
-    """Plain decoding forgets them when a request is retracted; a request must not notice."""
-    requests, answered = penalised
-    expected = [answer["output_ids"] for answer in answered]
-    server = servers.get(tiny_target, tiny_drafter, **RETRACTED)
-    answers = ask_all(server, requests)
-    assert [answer["output_ids"] for answer in answers] == expected
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) >= 3
-
-
 def test_grammars_survive_retraction_and_mixed_chunks(
     servers: ServerPool, tiny_target: Path, tiny_drafter: Path
 ) -> None:
@@ -442,6 +427,21 @@ def test_grammars_survive_retraction_and_mixed_chunks(
     assert all(re.fullmatch(shape, answer["text"]) for answer in answers)
     # They did ride: no answer came before the loads were in.
     assert min(a["meta_info"]["e2e_latency"] for a in answers) > 0.2
+
+
+def test_penalties_survive_retraction_and_mixed_chunks(
+    penalised: tuple[list[Any], list[Any]],
+    servers: ServerPool,
+    tiny_target: Path,
+    tiny_drafter: Path,
+) -> None:
+    """Plain decoding forgets them when a request is retracted; a request must not notice."""
+    requests, answered = penalised
+    expected = [answer["output_ids"] for answer in answered]
+    server = servers.get(tiny_target, tiny_drafter, **RETRACTED)
+    answers = ask_all(server, requests)
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) >= 3
 
 
 def test_seeded_requests_equal_plain_decoding(

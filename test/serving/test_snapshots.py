@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 
 from serving.server import Server, ServerPool
-from serving.test_identity import CHUNKED
-from serving.workload import FIRST, LAST
+from serving.test_identity import CHECKED, CHUNKED
+from serving.workload import state, words
 
 BLOCK = 512
 # A prefill of 16K takes minutes on two cores; what is counted does not depend on the length.
 PREFIX, TURNS, ANSWER = 4096, 20, 40
-CHECK = {"LONGSPARK_CHECK": "7"}
-
-
-def words(length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(FIRST, LAST) for _ in range(length)]
-
-
-def counters(server: Server) -> dict[str, Any]:
-    return server.server_info()["internal_states"][0]["longspark"]
 
 
 def plainly(server: Server, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
@@ -39,7 +29,7 @@ def plainly(server: Server, prompts: Sequence[Sequence[int]], tokens: int) -> li
 
 @pytest.fixture
 def server(servers: ServerPool, tiny_target: Path, tiny_drafter: Path) -> Iterator[Server]:
-    yield servers.get(tiny_target, tiny_drafter, extra_args=CHUNKED, env=CHECK)
+    yield servers.get(tiny_target, tiny_drafter, extra_args=CHUNKED, env=CHECKED)
 
 
 def test_twenty_turns_over_a_long_prefix(server: Server) -> None:
@@ -47,9 +37,9 @@ def test_twenty_turns_over_a_long_prefix(server: Server) -> None:
     history, turns = words(PREFIX, 1), []
     for turn in range(TURNS):
         history += words(random.Random(turn).randrange(3, 60), 100 + turn)
-        before = counters(server)
+        before = state(server)
         reply = server.generate(history, max_new_tokens=ANSWER, ignore_eos=True)
-        after = counters(server)
+        after = state(server)
         read = after["summary_rebuilt_rows"] - before["summary_rebuilt_rows"]
         saved = after["snapshot_rows_saved"] - before["snapshot_rows_saved"]
         cached = reply["meta_info"]["cached_tokens"]
@@ -72,12 +62,12 @@ def test_agents_that_branch_from_one_system_prompt(server: Server) -> None:
     tool_calls = [
         [*branch, *words(600, 30 + i), *words(9, 50 + i)] for i, branch in enumerate(branches)
     ]
-    before = counters(server)
+    before = state(server)
     answers = []
     for prompts in ([system], branches, tool_calls, tool_calls):
         replies = server.generate_many(prompts, concurrency=8, max_new_tokens=24, ignore_eos=True)
         answers.append([reply["output_ids"] for reply in replies])
-    after = counters(server)
+    after = state(server)
     hits = after["snapshot_hits"] - before["snapshot_hits"]
     rebuilds = after["summary_rebuilds"] - before["summary_rebuilds"]
     assert rebuilds >= 24 and hits == rebuilds
@@ -94,16 +84,16 @@ def test_salts_keep_prefixes_apart_and_a_flush_forgets(server: Server) -> None:
 
     def ask(**fields: Any) -> tuple[list[int], int]:
         """The answer, and the rows that a snapshot saved."""
-        before = counters(server)["snapshot_rows_saved"]
+        before = state(server)["snapshot_rows_saved"]
         reply = server.generate(ids, max_new_tokens=8, ignore_eos=True, **fields)
-        return reply["output_ids"], counters(server)["snapshot_rows_saved"] - before
+        return reply["output_ids"], state(server)["snapshot_rows_saved"] - before
 
     cold, saved = ask()
     assert saved == 0
     assert ask(extra_key="tenant") == (cold, 0)
     assert ask() == (cold, 1024)
     assert ask(extra_key="tenant") == (cold, 1024)
-    assert counters(server)["snapshot_bytes"] > 0
+    assert state(server)["snapshot_bytes"] > 0
     server.flush()
-    assert counters(server)["snapshot_bytes"] == 0
+    assert state(server)["snapshot_bytes"] == 0
     assert ask() == (cold, 0)

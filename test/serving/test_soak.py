@@ -1,4 +1,4 @@
-"""A minute of soak, as benchmark/soak.py runs it for longer: no mismatch, no leak, no hang."""
+"""Five minutes of soak, as benchmark/soak.py runs it for longer: no mismatch, no leak, no hang."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 
 import soak
 
-SECONDS = 60
+SECONDS = 300
 
 
-def test_a_minute_of_soak(servers: ServerPool, tiny_target: Path, tiny_drafter: Path) -> None:
+def test_five_minutes_of_soak(servers: ServerPool, tiny_target: Path, tiny_drafter: Path) -> None:
     server = servers.get(tiny_target, tiny_drafter, **soak.SERVER)
-    # Figures of a minute on shared cores say nothing about speed, and caches still fill.
-    bounds = soak.Bounds(throughput=None, accept_length=None, memory=0.05)
+    # Figures of shared cores say nothing about speed, and caches still fill.
+    bounds = soak.Bounds(throughput=None, accept_length=0.1, memory=0.05)
     report = soak.Soak(server, soak.CLIENTS).run(SECONDS, cases=48, bounds=bounds)
     print(report.text())
     assert not report.failures, report.text()

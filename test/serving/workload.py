@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from serving.server import Server
 
 FIRST, LAST = 4, 2000  # ordinary token ids of the tiny target
 MANY = 32
+
+
+def words(length: int, seed: int) -> list[int]:
+    """A prompt of ordinary tokens."""
+    draw = random.Random(seed)
+    return [draw.randrange(FIRST, LAST) for _ in range(length)]
+
+
+def state(server: Server) -> dict[str, Any]:
+    """LONGSPARK's own counters in /server_info."""
+    return server.server_info()["internal_states"][0]["longspark"]
 
 
 @dataclass(frozen=True)
@@ -69,5 +81,5 @@ def outputs(server: Server, requests: list[Request], concurrency: int) -> list[l
 def free_counts(server: Server) -> dict[str, int]:
     """What the pools and the store hold when nothing runs and the prefix cache is empty."""
     server.flush()
-    state = server.server_info()["internal_states"][0]["longspark"]
-    return {name: state[name] for name in ("free_kv_tokens", "free_request_rows", "owned_rows")}
+    now = state(server)
+    return {name: now[name] for name in ("free_kv_tokens", "free_request_rows", "owned_rows")}
