@@ -22,6 +22,7 @@ SHARING = (
 )  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests for `--dist loadgroup`: by file, but for those that share servers.
 
