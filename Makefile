@@ -41,7 +41,7 @@ pair: install
 # Torch's threads wait by spinning, so more of them than cores, over all processes, are very slow.
 test: export OMP_NUM_THREADS ?= 1
 test: install
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		$(TESTS) $(TEST_ARGS)
 
 # Two engines in turns. The baseline's ratios are of one machine, hence the room for other ones.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,33 +13,29 @@ sys.path.insert(
 )  # `import pairs`, `from serving.server import Server`
 
 from pairs import FIFTY, PairCache
-
-# Starting a server takes longer than most tests that talk to it. So these files run one after the
-# other in one process, in an order in which a server that several of them use is started once: a
-# pool keeps two alive, of which most want the identity tests' server and its plain twin.
-SHARING = (
-    "identity", "verify_widths", "lifecycle", "openai_api", "bench", "verify", "hostile_requests",
-    "snapshots", "parity", "refusals", "observability", "weights",
-)  # fmt: skip
+from sharing import SHARING
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests for `--dist loadgroup`: by file, but for those that share servers.
-
-    Files with servers are the slow ones; they come first, so that the processes end together.
-    """
+    """Files with servers come first: they are the slow ones, and the processes end together."""
 
     def place(item: pytest.Item) -> tuple[int, int]:
-        name = item.path.stem.removeprefix("test_")
         if item.path.parent.name != "serving":
             return 2, 0
+        name = item.path.stem.removeprefix("test_")
         return (0, SHARING.index(name)) if name in SHARING else (1, 0)
 
     items.sort(key=place)
-    for item in items:
-        group = "sharing" if place(item)[0] == 0 else f"{item.path.parent.name}-{item.path.stem}"
-        item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with the files that share servers as one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from by_server import ByServer  # imports xdist, which a GPU box without SGLang need not have
+
+    return ByServer(config, log)
 
 
 @pytest.fixture(scope="session")
