@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import inspect
 import json
 import os
@@ -44,6 +45,8 @@ REQUEST_FIELDS = frozenset(
 )
 Prompt = str | Sequence[int]
 QUICK_START = Path(__file__).with_name("quick_start")  # its sitecustomize.py says what it does
+# The tests' targets and drafts in SGLang, which imports 250 such files unless it is told not to.
+MODEL_FILES = frozenset({"dflash", "dspark", "llama", "llama_eagle3", "mellum", "qwen2", "qwen3"})
 
 
 class ServerError(RuntimeError):
@@ -97,6 +100,7 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": _python_path(QUICK_START),
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_model_files()),
         }
         if not torch.cuda.is_available():
             self.command += ["--device", "cpu"]
@@ -329,6 +333,14 @@ class ServerPool:
 def _end_with_parent() -> None:
     """In the child: die when the test process does, however that ends (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _other_model_files() -> list[str]:
+    """Names of SGLang's model files but `MODEL_FILES`, without an import of SGLang."""
+    sglang = importlib.util.find_spec("sglang")
+    assert sglang is not None and sglang.submodule_search_locations
+    folder = Path(sglang.submodule_search_locations[0]) / "srt/models"
+    return sorted({path.stem for path in folder.glob("*.py")} - MODEL_FILES)
 
 
 def _python_path(first: Path) -> str:

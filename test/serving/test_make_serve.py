@@ -38,7 +38,14 @@ def test_printed_snippets_work_as_pasted(tiny_target: Path, tmp_path: Path) -> N
     environment = {**os.environ, "LONGSPARK_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     log = tmp_path / "serve.log"
     with log.open("wb") as output:
-        serve = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        serve = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # A shell's background jobs, of which the tests may be one, ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
     try:
         deadline = time.monotonic() + START_TIMEOUT
         while "Ctrl-C ends the server" not in log.read_text():
@@ -58,7 +65,11 @@ def test_printed_snippets_work_as_pasted(tiny_target: Path, tmp_path: Path) -> N
         assert len(run_pasted(snippet).strip()) > 20
     finally:
         serve.send_signal(signal.SIGINT)
-        code = serve.wait(timeout=60)
+        try:
+            code = serve.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            serve.terminate()  # it ends its server then too
+            raise
     assert code == 0, log.read_text()[-5000:]
 
 

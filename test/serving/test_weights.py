@@ -53,6 +53,7 @@ def test_released_memory_comes_back_with_the_drafter_in_it(
 
 
 def _update_weights(server: Server, folder: Path) -> None:
+    server.flush()  # waits for the last request to leave; the update does not
     reply = server.post("/update_weights_from_disk", {"model_path": str(folder)}).json()
     assert reply["success"], reply
 
